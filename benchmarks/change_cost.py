@@ -294,8 +294,8 @@ class Ours:
     def patch(self, count: int) -> list[int]:
         chain, node = self.chain, self.chain.length // 2
         others = (chain.other, chain.device.array(chain.other.to_numpy(self.stream)))
-        times = timed(count, lambda i: self.run.patch(node, "b", others[(i + 1) % 2]), self.settle)
-        self.run.patch(node, "b", chain.other)
+        times = timed(count, lambda i: self.run.set(node, "b", others[(i + 1) % 2]), self.settle)
+        self.run.set(node, "b", chain.other)
         self.answer("patch", 0)
         return times
 
@@ -308,7 +308,7 @@ class Ours:
         for _ in range(count):
             with capture.graph.instantiate() as run:
                 start = time.perf_counter_ns()
-                run.patch(nodes // 2, "b", chain.other)
+                run.set(nodes // 2, "b", chain.other)
                 times.append(time.perf_counter_ns() - start)
                 run.launch(self.stream)
                 chain.check("first patch", self.stream)
@@ -327,14 +327,14 @@ class Ours:
         """Times patches of a number of every node; ends with the initial values."""
         all_nodes = range(self.chain.length)
         patches = [[(node, "n", cells) for node in all_nodes] for cells in (1, common.CELL)]
-        times = timed(count, lambda i: self.run.patch_all(patches[i % 2]), self.settle)
-        self.run.patch_all(patches[1])
+        times = timed(count, lambda i: self.run.set_all(patches[i % 2]), self.settle)
+        self.run.set_all(patches[1])
         self.answer("patch all", 0)
         return times
 
     def inventory(self, count: int) -> list[int]:
         def read(_: int) -> None:
-            arguments = [node.arguments for node in self.graphs[0].nodes]
+            arguments = [node.arguments for node in self.graphs[0].nodes()]
             assert len(arguments) == self.chain.length
 
         return timed(count, read, lambda: None)
@@ -407,7 +407,7 @@ def measure(
         "patch one": {"ostinato": ours.patch(counts["patch one"])},
         "patch a number": {
             "ostinato": ours.patch_number(
-                counts["patch a number"], partial(ours.run.patch, middle, "n"), "patch a number"
+                counts["patch a number"], partial(ours.run.set, middle, "n"), "patch a number"
             )
         },
         "patch prepared": {
@@ -437,7 +437,7 @@ def measure(
 
 def _in_c(ours: Ours, counts: dict[str, int], results: dict[str, dict[str, list[int]]]) -> None:
     c, stream, chain = C(ours.stream), ours.stream, ours.chain
-    one, two = (graph.nodes for graph in ours.graphs)
+    one, two = (graph.nodes() for graph in ours.graphs)
     # C has an executable of its own: the shadow of ours does not know values that C sets.
     with ours.graphs[0].instantiate(upload=stream) as run:
         stream.synchronize()

@@ -116,9 +116,11 @@ def measure(device_name: str, quick: bool) -> dict[str, float]:
     graphs = [captured(operand) for operand in inputs]
     whole = graphs[0].instantiate()
     middle = nodes // 2
-    times("patch", lambda i: whole.patch(middle, "n", 255 + i % 2), 1)
+    patch = getattr(whole, "patch", None) or whole.set  # before `set` too
+    patch_all = getattr(whole, "patch_all", None) or whole.set_all
+    times("patch", lambda i: patch(middle, "n", 255 + i % 2), 1)
     patches = [[(node, "n", number) for node in range(nodes)] for number in (255, 256)]
-    times("patch all", lambda i: whole.patch_all(patches[i % 2]), 1)
+    times("patch all", lambda i: patch_all(patches[i % 2]), 1)
     times("rebind", lambda i: whole.rebind({inputs[i % 2]: inputs[1 - i % 2]}), 1)
     times("update", lambda i: whole.update(graphs[1 - i % 2]), 1)
 

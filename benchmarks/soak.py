@@ -127,10 +127,10 @@ def replays(device: ost.Device, number: int) -> Part:
             patches = i // PATCH_EVERY
             if patches % 4 == 0:  # every fourth patch is of the pointer, the others of the number
                 on = 1 - on
-                run.patch(0, "counter", counters[on])
+                run.set(0, "counter", counters[on])
             else:
                 by = 1 + patches % 97
-                run.patch(0, "by", by)
+                run.set(0, "by", by)
             part.patches += 1
         if i % WAIT_EVERY == 0:
             stream.synchronize()

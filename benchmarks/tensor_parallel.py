@@ -440,7 +440,7 @@ def _timed(made: Collectives, device: ost.Device, group: Group, count: int) -> A
                     with group.watching("a graph of collectives"):
                         stream.synchronize()
                     times.append((time.perf_counter() - begin) / count)
-            nodes = [node.name for node in under_way.graph.nodes][: len(operations)]
+            nodes = [node.name for node in under_way.graph.nodes()][: len(operations)]
             yield {
                 "collective": kind,
                 "bytes": floats * 4,

@@ -56,9 +56,9 @@ def main() -> None:
         run.launch(stream)
         print("y after one more:", y.to_numpy(stream)[0])  # 14 + 20
 
-        run.patch(0, "factor", 0.5)
+        run.set(0, "factor", 0.5)
         run.launch(stream)
-        print("y after a patch:", y.to_numpy(stream)[0])  # 34 + 10
+        print("y after a change:", y.to_numpy(stream)[0])  # 34 + 10
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def assert_sound(device: Device, *streams: ost.Stream) -> None:
     assert device.context.captures_under_way == 0
     assert device.context.taps == ()
     for stream in streams:
-        assert not stream.is_capturing
+        assert not stream.is_capturing()
         done = threading.Event()
         stream.call(done.set)
         stream.synchronize()

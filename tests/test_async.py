@@ -52,7 +52,7 @@ def test_the_loop_goes_on_until_the_work_is_done(
             held.release()
             done = await asyncio.gather(*tasks, return_exceptions=True)
         assert done[::2] == [None, None] and isinstance(done[1], asyncio.CancelledError)
-        assert stream.done
+        assert stream.done()
 
     asyncio.run(main())
     assert x.to_numpy(stream).tolist() == [3] * 4

@@ -443,7 +443,7 @@ def test_a_graph_with_an_external_semaphore_is_read(
     rig.returns(0, kind)
     device = Device(rig.driver)
     graph = ost.Graph.adopt(device, GRAPH, owner=None)
-    (node,) = graph.nodes
+    (node,) = graph.nodes()
     word = kind.name.lower()
     assert (node.handle, node.kind, node.name) == (NODE, kind, word)
     assert node.params == rig.driver.node_params(NODE)

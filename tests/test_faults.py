@@ -101,7 +101,7 @@ SIX, TEN = [6.0, 6.0, 6.0], [10.0, 10.0, 10.0]
 
 def answers_or_unusable(world: World) -> list[float] | None:
     """What a launch gives, None if the executable says that it must not be used any more."""
-    if world.run.usable:
+    if world.run.usable():
         return world.answers()
     with pytest.raises(OstinatoError, match="instantiate its graph again"):
         world.run.launch(world.stream)
@@ -127,13 +127,13 @@ def _change(change: Callable[[World], object], after: list[float]) -> Scenario:
 
 CHANGES: dict[str, tuple[Callable[[World], object], list[float]]] = {
     "rebind": (lambda w: w.run.rebind({w.a: w.b}), TEN),
-    "patch": (lambda w: w.run.patch(1, "a", w.b), [6, 8, 6]),
-    "set_params": (
-        lambda w: w.run.set_params(1, w.other.nodes[1].params, keep=(w.b,)),
+    "argument": (lambda w: w.run.set(1, "a", w.b), [6, 8, 6]),
+    "parameters": (
+        lambda w: w.run.set(1, w.other.nodes()[1].params, keep=(w.b,)),
         [6, 10, 6],
     ),
     "update": (lambda w: w.run.update(w.other), TEN),
-    "set_enabled": (lambda w: w.run.set_enabled(1, False), [6, 0, 6]),
+    "enabled": (lambda w: w.run.set(1, enabled=False), [6, 0, 6]),
 }
 SCENARIOS |= {name: _change(change, after) for name, (change, after) in CHANGES.items()}
 
@@ -149,7 +149,7 @@ def copy_node(world: World) -> Case:
         run.launch(world.stream)
         assert target.to_numpy(world.stream)[-1] == (3 if error else 5)
 
-    return lambda: run.set_memcpy(0, target, world.b), check
+    return lambda: run.set(0, dst=target, src=world.b), check
 
 
 @scenario
@@ -163,7 +163,7 @@ def fill_node(world: World) -> Case:
         run.launch(world.stream)
         assert target.to_numpy(world.stream)[-1] == (1 if error else 2)
 
-    return lambda: run.set_memset(0, target, 0x40000000, 4), check
+    return lambda: run.set(0, dst=target, value=2), check
 
 
 @scenario
@@ -270,7 +270,7 @@ def capture_events(world: World) -> Case:
         assert (len(graphs) == 3) == (error is None)
         for graph in graphs[1:]:
             assert world.answers(graph.instantiate()) == TEN
-            assert start.done and stop.done
+            assert start.done() and stop.done()
         if len(graphs) == 1 and not (graphs[0].lost or graphs[0].only_to_read):
             assert not len(graphs[0]), "the broken capture left nodes"
 
@@ -318,7 +318,7 @@ def build_by_hand(world: World) -> Case:
 def replace(world: World) -> Case:
     """A node of the graph, between two others, by what gives the other answer."""
     graph = world.graph.clone()
-    node, add = graph.nodes[1], kernel(world.device, "add")
+    node, add = graph.nodes()[1], kernel(world.device, "add")
     other = ost.prepare(add, config(N), world.a, world.b, world.outs[1], N)
 
     def work() -> None:
@@ -330,7 +330,7 @@ def replace(world: World) -> Case:
         except GraphError as lost:
             assert error is not None and "could not be taken back" in str(lost)
             return
-        assert len(graph) == 3 and len(graph.edges) == 2
+        assert len(graph) == 3 and len(graph.edges()) == 2
         assert world.answers(run) == ([6, 8, 6] if error is None else SIX)
 
     return work, check

@@ -89,9 +89,9 @@ def test_a_recording_stops_listening(device: Device, step_size: int) -> None:
 
 CHANGES: dict[str, Callable[[Sums], object]] = {
     "rebind": lambda s: s.run.rebind({s.a: s.b}),
-    "patch": lambda s: s.run.patch(1, "a", s.b),
+    "argument": lambda s: s.run.set(1, "a", s.b),
     "update": lambda s: s.run.update(s.other),
-    "set_params": lambda s: s.run.set_params(1, s.other.nodes[1].params, keep=(s.b,)),
+    "parameters": lambda s: s.run.set(1, s.other.nodes()[1].params, keep=(s.b,)),
 }
 
 
@@ -106,7 +106,7 @@ def test_a_change_is_made_or_not(device: Device, step_size: int, change: str) ->
     for at in every(count, step_size):
         sums.run = sums.graph.instantiate()
         where = interrupt(lambda: run(sums), at)
-        assert sums.run.usable, where
+        assert sums.run.usable(), where
         seen = sums.answers()
         assert seen in ([6, 6, 6], after), where
         if change in ("rebind", "update"):
@@ -121,10 +121,10 @@ def test_a_node_that_is_off_does_not_run(device: Device, step_size: int) -> None
     for enabled in (False, True):
 
         def work(enabled: bool = enabled) -> None:
-            sums.run.set_enabled(1, enabled)
+            sums.run.set(1, enabled=enabled)
 
         for at in every(lines(work), step_size):
-            sums.run.set_enabled(1, not enabled)
+            sums.run.set(1, enabled=not enabled)
             where = interrupt(work, at)
             assert sums.answers() == [6, 6 if sums.run.enabled(1) else 0, 6], where
 

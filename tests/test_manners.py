@@ -141,8 +141,8 @@ def test_whole_numbers_of_numpy_are_whole_numbers(
             *(ost.LaunchConfig(kind(1), (kind(4), 1), kind(0)), view, view, out, 4),
         ),
     ).instantiate()
-    run.patch(kind(0), "n", 3)
-    assert run.params(kind(0)) == run.nodes[0].params
+    run.set(kind(0), "n", 3)
+    assert run.params(kind(0)) == run.nodes()[0].params
     assert run.graph.node(kind(0)).name == "add"
     run.launch(stream)
     assert out.to_numpy(stream).tolist() == [4, 6, 8, 0]
@@ -168,14 +168,14 @@ def test_what_is_no_whole_number_is_named(device: Device, stream: ost.Stream) ->
         lambda: ost.LaunchConfig(None, 32),
         lambda: ost.LaunchConfig(1, 32, shared=1.5),
         lambda: run.params("0"),
-        lambda: run.patch(1.5, 0, 1),
-        lambda: run.patch(0, None, 1),
-        lambda: run.patch(0, 1.0, 1),
+        lambda: run.set(1.5, 0, 1),
+        lambda: run.set(0, None, 1),
+        lambda: run.set(0, 1.0, 1),
         lambda: graph.node("0"),
         lambda: graph.condition(1.5),
         lambda: graph.add_conditional("If", graph.condition()),
         lambda: graph.add_alloc(1.5),
-        lambda: graph.add_host(3),
+        lambda: graph.add_call(3),
         lambda: stream.call(None),
         lambda: ost.GraphCache(device, max_graphs=1.5),
         lambda: ost.GraphCache(device).install("key", run, nbytes=1.5),
@@ -488,7 +488,7 @@ def test_two_kernels_of_one_readable_name_are_two(host_device: Device) -> None:
         for one in loaded
     ]
     assert graphs[0].diff(graphs[1])
-    assert [graph.nodes[0].name for graph in graphs] == list(names)
+    assert [graph.nodes()[0].name for graph in graphs] == list(names)
 
 
 # --------------------------------------------------------------------------------- a fresh start

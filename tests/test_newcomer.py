@@ -310,12 +310,12 @@ MISTAKES = [
     ),
     mistake(
         "a patch of an argument misspelt",
-        lambda p: p.run.patch(0, "bye", 3.0),
+        lambda p: p.run.set(0, "bye", 3.0),
         *(errors.InputError, "no parameter 'bye'", "there are: x, by, n"),
     ),
     mistake(
         "a patch of a node that is not there",
-        lambda p: p.run.patch(5, "by", 3.0),
+        lambda p: p.run.set(5, "by", 3.0),
         *(errors.InputError, "there is no node 5", "an index below 1"),
     ),
     mistake(

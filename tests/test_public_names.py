@@ -16,6 +16,7 @@ import pytest
 import ostinato
 import ostinato as ost
 from ostinato import testing
+from ostinato.driver.host.driver import HostDriver
 from ostinato.modules import CompilerPool, DiskStore
 
 MODULES = [
@@ -248,6 +249,26 @@ def test_a_name_that_may_be_left_out_is_none() -> None:
     for path in named:
         given = inspect.signature(pkgutil.resolve_name(path)).parameters["name"].default
         assert given in (None, inspect.Parameter.empty) or path.startswith("ostinato.driver."), path
+
+
+# ------------------------------------------------------------------------------------- properties
+
+
+def test_no_property_asks_the_driver(tmp_path: Path) -> None:
+    calls = testing.FaultyDriver(HostDriver())
+    with ost.Device(calls) as device:
+        stream, event, x = device.create_stream(), device.create_event(), device.zeros(8, "u4")
+        graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 7))
+        file = tmp_path / "fill.ostinato"
+        ost.graphfile.save(graph, file, outputs={"x": x}, check=False)
+        loaded = ost.graphfile.load(device, file)
+        run = loaded.instantiate(upload=stream)
+        for made in (device, stream, event, graph, loaded, run, device.pool()):
+            for name in {n for n in dir(made) if not n.startswith("_")}:
+                if isinstance(inspect.getattr_static(type(made), name, None), property):
+                    calls.clear()
+                    getattr(made, name)
+                    assert not calls.calls, f"{type(made).__name__}.{name} is to be a method"
 
 
 # --------------------------------------------------------------------------------------- __repr__

@@ -60,14 +60,14 @@ def test_a_graph_can_be_read_and_changed(device: Device) -> None:
     x, y = device.array(np.ones(8, np.float32)), device.array(np.ones(8, np.float32))
     graph = ost.capture_function(stream, lambda: ost.launch(stream, double, EIGHT, x, 8))
 
-    (node,) = graph.nodes
+    (node,) = graph.nodes()
     assert (node.name, node.kernel.config.block) == ("scale", (8, 1, 1))
     assert node.arguments[1].value == 8
     assert "scale" in str(graph)
 
     run = graph.instantiate()
     run.rebind({x: y})  # every pointer into x now points into y
-    run.patch(node, "n", 4)  # and one number changes
+    run.set(node, "n", 4)  # and one number changes
     run.launch(stream)
     assert x.to_numpy(stream).tolist() == [1] * 8
     assert y.to_numpy(stream).tolist() == [2] * 4 + [1] * 4

@@ -268,9 +268,9 @@ def launch_cost() -> Iterable[str]:
 
 def change_cost() -> Iterable[str]:
     names = {
-        "first patch": "the first `patch`, of a graph of 1,000 kernels",
-        "patch one": "a later `patch` of a pointer",
-        "patch a number": "a later `patch` of a number",
+        "first patch": "the first `set`, of a graph of 1,000 kernels",
+        "patch one": "a later `set` of a pointer",
+        "patch a number": "a later `set` of a number",
         "patch prepared": "the same, by a `patcher`",
         "rebind all": "`rebind` of every pointer",
         "update": "`update` from another graph",
@@ -397,7 +397,7 @@ def summary() -> Iterable[str]:
           "cuda.core": "cuda.core", "PyTorch": "PyTorch"}),
         ("a call of a `GraphedStep` like an earlier one, µs", replays, "median_us",
          {"kernels": 1}, "launched by", {"ostinato compiled, GraphedStep": "", "C": "C"}),
-        ("one patch of a pointer, µs", changes, "median_us", {"change": "patch one"}, "by",
+        ("one `set` of a pointer, µs", changes, "median_us", {"change": "patch one"}, "by",
          {"ostinato": "", "C": "C"}),
         ("`rebind` of all pointers of 280 kernels, µs", changes, "median_us",
          {"change": "rebind all"}, "by", {"ostinato": "", "C": "C"}),

@@ -8,7 +8,7 @@ faults.fail_any(at=17)                                          # whatever the 1
 
 with HeldStream(stream) as held:    # nothing submitted from here on runs …
     run.launch(stream)
-    assert not stream.done
+    assert not stream.done()
     held.release()                  # … until here, or the end of the block
 """
 

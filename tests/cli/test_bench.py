@@ -242,7 +242,7 @@ def test_beginnings_of_a_step_leave_it_as_it_is(host_device: Device, burst: int)
         expected = way.decode(4).tokens
         way.place(1, 9)
         graph = decoder.graph(1)
-        operations = [graph.labels[node.handle].operation for node in graph.nodes]
+        operations = [graph.labels[node.handle].operation for node in graph.nodes()]
         # The last launch is the one that takes the sequence further.
         timed = Replays(host_device, decoder.stream, operations[:-1], 1, lambda _: None)
         timed.burst = burst

@@ -253,7 +253,7 @@ def test_collectives_give_every_rank_the_same(size: int, way: str) -> None:
                 run()
             graph = recording.build()
         if way != "eager":
-            names = [node.name for node in graph.nodes]
+            names = [node.name for node in graph.nodes()]
             assert names == ["all_reduce", "accumulate", "all_gather", "broadcast"]
             executable = graph.instantiate(upload=stream)
             partial.set(values, stream)

@@ -207,7 +207,7 @@ def test_collectives_are_what_the_library_launched(lines: int) -> None:
             with ost.capture(stream) as under_way:
                 for operation in operations:
                     stream.submit(operation)
-            names = [node.name for node in under_way.graph.nodes]
+            names = [node.name for node in under_way.graph.nodes()]
             assert names[:3] == ["ncclAllReduce", "ncclAllReduce", "add_reduced"]
             executable = under_way.graph.instantiate(upload=stream)
             executable.launch(stream)

@@ -20,11 +20,11 @@ DOORS = {
     "node": lambda w, x: w.graph.add_kernel(w.scale, config(N), x, N),
     "capture": lambda w, x: graph_of(w.stream, w.scale, N, x, N),
     "record": lambda w, x: w.record(x),
-    "patch": lambda w, x: w.run.patch(0, "x", x),
-    "patch by index": lambda w, x: w.run.patch(0, 0, x),
+    "set": lambda w, x: w.run.set(0, "x", x),
+    "set by index": lambda w, x: w.run.set(0, 0, x),
     "patcher": lambda w, x: w.run.patcher(0, "x")(x),
-    "patch_all": lambda w, x: w.run.patch_all([(0, "n", 1), (0, "x", x)]),
-    "set_params": lambda w, x: w.run.set_params(0, ost.prepare(w.scale, config(N), x, N)),
+    "set_all": lambda w, x: w.run.set_all([(0, "n", 1), (0, "x", x)]),
+    "parameters": lambda w, x: w.run.set(0, ost.prepare(w.scale, config(N), x, N)),
     "rebind": lambda w, x: w.run.rebind({w.x: x}),
     "rebind a range": lambda w, x: w.run.rebind({w.x.range: x}),
 }
@@ -42,8 +42,8 @@ class Scaled:
         self.graph.add_kernel(self.scale, config(N), self.x, N)
         self.run = self.graph.instantiate()
         copying, filling = ost.Graph.create(device), ost.Graph.create(device)
-        copying.add_memcpy(self.x, ones(device))
-        filling.add_memset(self.x, 0)
+        copying.add_copy(self.x, ones(device))
+        filling.add_fill(self.x, 0)
         self.copying, self.filling = copying.instantiate(), filling.instantiate()
 
     def record(self, x: object) -> None:
@@ -152,10 +152,10 @@ ELSEWHERE = {
     "copy in": lambda w, x: x.set(np.zeros(N, np.float32), w.stream),
     "copy out": lambda w, x: x.to_numpy(w.stream),
     "fill": lambda w, x: ost.fill(w.stream, x, 1),
-    "memcpy node": lambda w, x: w.graph.add_memcpy(w.x, x),
-    "memset node": lambda w, x: w.graph.add_memset(x, 1),
-    "set_memcpy": lambda w, x: w.copying.set_memcpy(0, w.x, x),
-    "set_memset": lambda w, x: w.filling.set_memset(0, x, 1),
+    "copy node": lambda w, x: w.graph.add_copy(w.x, x),
+    "fill node": lambda w, x: w.graph.add_fill(x, 1),
+    "set copy": lambda w, x: w.copying.set(0, dst=w.x, src=x),
+    "set fill": lambda w, x: w.filling.set(0, dst=x, value=1),
     "slot": lambda w, x: ost.GraphedStep(
         lambda *_: None,
         stream=w.stream,
@@ -349,7 +349,7 @@ def test_an_object_of_the_wrong_type_is_named_in_the_error(
         (lambda: run.upload(wrong), "upload.*a Stream is needed"),
         (lambda: ost.DeviceScalar(device, "u4").set(1, wrong), "set.*a Stream is needed"),
         (lambda: ost.fill(stream, cast(Any, np.ones(N)), 0), "dst is ndarray"),
-        (lambda: graph.add_memset(cast(Any, np.ones(N)), 0), "dst is ndarray"),
+        (lambda: graph.add_fill(cast(Any, np.ones(N)), 0), "dst is ndarray"),
         (lambda: graph.add_child(cast(Any, run)), "a Graph is needed, not GraphExec.*its .graph"),
         (lambda: graph.add_empty(after=cast(Any, 0)), "a list of nodes"),
         (lambda: ost.Graph.adopt(device, cast(Any, 2.5), owner=None), "2.5 is no handle"),

@@ -124,7 +124,7 @@ def test_an_operation_that_only_the_warm_up_does_is_missed(device: Device) -> No
 def test_a_capture_without_work_is_an_error(device: Device, stream: ost.Stream) -> None:
     with pytest.raises(CaptureError, match="nothing was captured"), ost.capture(stream):
         pass
-    assert not stream.is_capturing
+    assert not stream.is_capturing()
     empty = ost.Graph.create(device).instantiate()
     with pytest.raises(InputError, match="no nodes"):
         ost.GraphCache(device).install("nothing", empty)
@@ -198,7 +198,7 @@ def test_a_capture_that_is_dropped_ends_before_the_next_call(
     del under_way
     gc.collect()
     calls[call]()
-    assert not stream.is_capturing and device.context.captures_under_way == 0
+    assert not stream.is_capturing() and device.context.captures_under_way == 0
     run.launch(stream)
     assert (x.to_numpy(stream) == 7).all()
 
@@ -301,7 +301,7 @@ def test_what_the_host_reads_breaks_the_recording(host_device: Device, how: str)
     def read() -> int:
         stream.record(event)
         side.wait(event)
-        while how == "event done" and not event.done:
+        while how == "event done" and not event.done():
             pass
         if how == "event":
             event.synchronize()
@@ -329,7 +329,7 @@ def test_a_recorded_launch_has_the_patches_of_its_executable(device: Device) -> 
     stream, x = device.create_stream(), device.zeros(1, np.int32)
     increment = kernel(device, "increment")
     run = graph_of(stream, increment, 1, x, 1).instantiate(upload=stream)
-    run.patch(0, "by", 10)
+    run.set(0, "by", 10)
     step = ost.GraphedStep(
         lambda stream, _: run.launch(stream),
         stream=stream,

@@ -421,7 +421,7 @@ def test_a_check_does_not_write_to_what_the_step_closes_in_it(device: Device) ->
     x, out, others = ones(device), device.zeros(N, np.float32), []
 
     def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        if not stream.is_capturing:
+        if not stream.is_capturing():
             scratch = device.array(np.zeros(N, np.float32))
             ost.launch(stream, kernel(device, "add"), config(N), x, x, scratch, N)
             scratch.close()

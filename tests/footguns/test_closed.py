@@ -93,7 +93,7 @@ def test_closing_a_view_does_not_stop_an_adopted_graph(
     assert (x.to_numpy(stream) == 2).all()
 
 
-@pytest.mark.parametrize("change", ["rebind", "patch", "set", "update"])
+@pytest.mark.parametrize("change", ["rebind", "argument", "parameters", "update"])
 def test_closed_memory_is_seen_that_a_change_brought(
     device: Device, stream: ost.Stream, change: str
 ) -> None:
@@ -107,10 +107,10 @@ def test_closed_memory_is_seen_that_a_change_brought(
     run.launch(stream)
     if change == "rebind":
         run.rebind({x: y})
-    elif change == "patch":
-        run.patch(0, "a", y)
-    elif change == "set":
-        run.set_params(0, ost.prepare(add, config(N), y, x, out, N))
+    elif change == "argument":
+        run.set(0, "a", y)
+    elif change == "parameters":
+        run.set(0, ost.prepare(add, config(N), y, x, out, N))
     else:
         run.update(summing(y))
     run.launch(stream)
@@ -134,7 +134,7 @@ def test_closed_memory_is_seen_that_a_struct_brought(host_device: Device) -> Non
     graph = ost.Graph.create(host_device)
     graph.add_operation(launches[0])
     run = graph.instantiate()
-    run.set_params(0, launches[1])
+    run.set(0, launches[1])
     run.launch(stream)
     assert out.to_numpy(stream)[0] == 2
     two.close()
@@ -183,19 +183,19 @@ def test_a_patched_struct_forgets_what_its_words_pointed_at(
 
     run = ost.capture_function(stream, work).instantiate()
     run.rebind({out: new})  # the executable notes what the second word points at
-    run.patch(0, "both", addresses(x, y))
+    run.set(0, "both", addresses(x, y))
     y.close()
     with pytest.raises(ClosedError, match="node 0"):
         run.launch(stream)
     for patch in (
-        lambda value: run.patch(0, "both", value),
-        lambda value: run.patch_all([(0, "both", value)]),
-        lambda value: run.patch(0, "both", np.void(value)),
+        lambda value: run.set(0, "both", value),
+        lambda value: run.set_all([(0, "both", value)]),
+        lambda value: run.set(0, "both", np.void(value)),
     ):
         patch(addresses(x, out))
         with pytest.raises(ClosedError, match="node 1"):
             run.launch(stream)
-    run.patch_all([(0, "both", addresses(x, new)), (1, "x", new)])
+    run.set_all([(0, "both", addresses(x, new)), (1, "x", new)])
     run.launch(stream)
     assert (new.to_numpy(stream) == 4).all()
 
@@ -210,10 +210,10 @@ def test_an_operation_of_closed_memory_is_set_to_no_node(
     params = operation.params
     y.close()
     with pytest.raises(ClosedError, match="add"):
-        run.set_params(0, operation)
+        run.set(0, operation)
     run.launch(stream)
     assert (out.to_numpy(stream) == 2).all()
-    run.set_params(0, params, keep=(y, out))
+    run.set(0, params, keep=(y, out))
     with pytest.raises(ClosedError, match="argument 0"):
         run.launch(stream)
 
@@ -258,7 +258,7 @@ def test_memory_that_is_closed_while_it_is_given_is_seen(
         def closed(self) -> bool:
             return new.closed
 
-    run.patch(0, "a", Closing())
+    run.set(0, "a", Closing())
     with pytest.raises(ClosedError, match="argument 0"):
         run.launch(stream)
 
@@ -273,7 +273,7 @@ def test_closed_memory_stays_closed_if_its_address_is_reused(
     device.synchronize()
     # Another library may give its memory the address that ours had.
     new = ost.Buffer(device.context, address, (N,), np.dtype(np.float32), base=object())
-    run.patch(0, "a", new)
+    run.set(0, "a", new)
     with pytest.raises(ClosedError, match="argument 1"):
         run.launch(stream)
 
@@ -368,10 +368,10 @@ def test_a_patched_pointer_reaches_as_far_as_its_new_memory(
     cache = ost.GraphCache(device)
     run = graph_of(stream, kernel(device, "add"), N, small, out, out, 4).instantiate()
     cache.install("sum", run)
-    run.patch(0, "a", large)
+    run.set(0, "a", large)
     assert cache.touching(large[N - 4 :]) == ["sum"]
     assert cache.touching(small) == []
-    run.patch(0, "a", large.address)
+    run.set(0, "a", large.address)
     assert cache.touching(large[N - 4 :]) == ["sum"]
 
 
@@ -406,10 +406,10 @@ def test_a_closed_executable_is_not_changed(device: Device, stream: ost.Stream) 
         run.close()
         for change in (
             lambda: patch(2),
-            lambda: run.patch(0, "n", 2),
-            lambda: run.patch_all([(0, "n", 2)]),
+            lambda: run.set(0, "n", 2),
+            lambda: run.set_all([(0, "n", 2)]),
             lambda: run.rebind({x: ones(device)}),
-            lambda: run.set_enabled(0, False),
+            lambda: run.set(0, enabled=False),
         ):
             with pytest.raises(ClosedError):
                 change()
@@ -434,7 +434,7 @@ def test_an_executable_closed_under_a_replay_finishes_it(
 
 
 @pytest.mark.parametrize(
-    "change", ["set_config", "set_params", "set_enabled", "enabled", "patch", "patcher", "rebind"]
+    "change", ["config", "parameters", "enable", "enabled", "set", "patcher", "rebind"]
 )
 def test_nodes_of_a_closed_definition_cannot_be_changed(
     device: Device, stream: ost.Stream, change: str
@@ -444,8 +444,8 @@ def test_nodes_of_a_closed_definition_cannot_be_changed(
     double = ost.prepare(scale, config(N), x, N)
     graph = ost.capture_function(stream, lambda: stream.submit(double))
     run = graph.instantiate()
-    run.set_params(0, double)
-    run.patch(0, 1, N)
+    run.set(0, double)
+    run.set(0, 1, N)
     patcher = run.patcher(0, 1)
     node = graph.node(0)
     for pair in ({x: y}, {y: x}):
@@ -453,11 +453,11 @@ def test_nodes_of_a_closed_definition_cannot_be_changed(
     graph.close()
     device.context.collect()
     calls: dict[str, Callable[[], object]] = {
-        "set_config": lambda: run.set_config(node, ost.LaunchConfig(2, 32)),
-        "set_params": lambda: run.set_params(0, ost.prepare(scale, config(1), x, 1)),
-        "set_enabled": lambda: run.set_enabled(0, False),
+        "config": lambda: run.set(node, config=ost.LaunchConfig(2, 32)),
+        "parameters": lambda: run.set(0, ost.prepare(scale, config(1), x, 1)),
+        "enable": lambda: run.set(0, enabled=False),
         "enabled": lambda: run.enabled(0),
-        "patch": lambda: run.patch(0, 1, 1),
+        "set": lambda: run.set(0, 1, 1),
         "patcher": lambda: patcher(1),
         "rebind": lambda: run.rebind({x: y}),
     }
@@ -563,7 +563,7 @@ def test_a_device_that_is_dropped_is_closed(launcher: str) -> None:
         lambda: x.to_numpy(stream),
         lambda: x.array,
         lambda: ost.fill(stream, x, 1),
-        lambda: run.nodes,
+        lambda: run.nodes(),
         lambda: run.graph.clone(),
     ):
         with pytest.raises(ClosedError, match="nothing refers to its Device any more"):

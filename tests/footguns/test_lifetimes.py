@@ -103,9 +103,9 @@ def test_a_buffer_lives_whose_range_is_an_argument(
     run = graph.instantiate()
     match way:
         case "patched":
-            run.patch_all([(0, 0, memory), (0, 1, memory)])
+            run.set_all([(0, 0, memory), (0, 1, memory)])
         case "set":
-            run.set_params(0, ost.prepare(add, config(N), memory, memory, out, N))
+            run.set(0, ost.prepare(add, config(N), memory, memory, out, N))
         case "by patcher":
             for argument in (0, 1):
                 run.patcher(0, argument)(memory)
@@ -127,7 +127,7 @@ def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.
     run = doubling(device, stream, x, out)
     new = device.array(np.full(N, 3, np.float32))
     address = new.address
-    run.patch(0, "a", new)
+    run.set(0, "a", new)
     del new
     assert_kept(device, address)
     run.launch(stream)
@@ -165,13 +165,13 @@ def test_what_a_node_was_set_to_lives_with_the_executable(
     if how == "rebound copy":
         run.rebind({x: new})
     elif how == "set copy":
-        run.set_memcpy(1, y, new)
+        run.set(1, dst=y, src=new)
     elif how == "set fill":
-        run.set_memset(0, new, 0)
+        run.set(0, dst=new, value=0)
     elif how == "set launch":
-        run.set_params(2, ost.prepare(add, config(N), new, new, out, N))
+        run.set(2, ost.prepare(add, config(N), new, new, out, N))
     else:
-        run.patch(2, "a", address)
+        run.set(2, "a", address)
     del new
     assert_kept(device, address)
     run.launch(stream)
@@ -211,8 +211,8 @@ def test_an_address_of_any_kind_keeps_its_memory(
     run = doubling(device, stream, x, out)
     new = device.array(np.full(N, 3, np.float32))
     address = new.address
-    run.patch(0, "a", given(address))
-    run.patch_all([(0, "b", given(address))])
+    run.set(0, "a", given(address))
+    run.set_all([(0, "b", given(address))])
     del new
     assert_kept(device, address)
     run.launch(stream)
@@ -248,7 +248,7 @@ def test_a_change_keeps_memory_that_a_launch_under_way_reads(
     assert alive() is None
 
 
-@pytest.mark.parametrize("then", ["set_params", "set_config", "rebind", "update"])
+@pytest.mark.parametrize("then", ["parameters", "config", "rebind", "update"])
 def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
     device: Device, stream: ost.Stream, then: str
 ) -> None:
@@ -258,14 +258,14 @@ def test_what_a_patch_pointed_at_is_let_go_of_by_the_next_change(
     run = graph.instantiate()
     tensor = Tensor(ones(device))
     alive = weakref.ref(tensor)
-    run.patch(0, 0, tensor)
-    run.patch(0, 1, tensor)
+    run.set(0, 0, tensor)
+    run.set(0, 1, tensor)
     run.launch(stream)
-    if then == "set_params":
-        run.set_params(0, ost.prepare(add, config(N), x, x, out, N))
-    elif then == "set_config":
-        run.set_config(0, ost.LaunchConfig(2, 32))
-        run.set_params(0, ost.prepare(add, config(N), x, x, out, N))
+    if then == "parameters":
+        run.set(0, ost.prepare(add, config(N), x, x, out, N))
+    elif then == "config":
+        run.set(0, config=ost.LaunchConfig(2, 32))
+        run.set(0, ost.prepare(add, config(N), x, x, out, N))
     elif then == "rebind":
         run.rebind([(tensor, x)])
     else:
@@ -423,13 +423,13 @@ def test_an_event_of_a_graph_stays_its_own(device: Device, stream: ost.Stream) -
     event.close()
     device.synchronize()
     later = [device.create_event() for _ in range(64)]
-    assert graph.nodes[0].event_record.event not in {other.handle for other in later}
+    assert graph.nodes()[0].event_record.event not in {other.handle for other in later}
     run.launch(stream)
     stream.synchronize()
     for use in (
         lambda: stream.wait(event),
         lambda: stream.record(event),
-        lambda: event.done,
+        lambda: event.done(),
         event.synchronize,
         lambda: graph.add_event_wait(event),
     ):

@@ -74,7 +74,7 @@ def test_a_loop_that_no_kernel_ends_is_refused(
     if inside == "a broken capture":
         emptied(stream, body, x)
     elif inside == "a fill":
-        body.add_memset(x, 1)
+        body.add_fill(x, 1)
     elif inside == "a child":
         body.add_child(ost.capture_function(stream, lambda: ost.fill(stream, x, 1)))
     elif inside == "a branch":
@@ -137,7 +137,7 @@ def test_a_body_refuses_what_it_cannot_hold_at_once(
 
     def add(graph: ost.Graph) -> None:
         if what == "host":
-            graph.add_host(print)
+            graph.add_call(print)
         elif what == "write":
             graph.add_batch_mem_op([MemOp(MemOpKind.WRITE, x.address, 1)], keep=(x,))
         else:
@@ -253,11 +253,11 @@ def test_a_cooperative_kernel_is_not_switched_off(device: Device, stream: ost.St
     outer = ost.Graph.create(device)
     outer.add_child(graph)
     for run in (graph.instantiate(), outer.instantiate()):
-        node = run.nodes[0]
+        node = run.nodes()[0]
         if node.kind is not ost.NodeKind.KERNEL:
             node = node.children[0][0]
         with pytest.raises(UpdateRefusedError, match=r"cooperative.*give it a size of 0"):
-            run.set_enabled(node, False)
+            run.set(node, enabled=False)
         for _ in range(2):
             run.launch(stream)
     assert (x.to_numpy(stream) == 16).all()
@@ -277,27 +277,27 @@ def test_a_node_that_is_off_keeps_the_order(
         ran.append(1)
 
     graph = ost.Graph.create(device)
-    first = graph.add_host(late)
+    first = graph.add_call(late)
     off = {
         "kernel": lambda: graph.add_kernel(
             kernel(device, "increment"), config(1), x, 1, after=[first]
         ),
-        "memcpy": lambda: graph.add_memcpy(x, y, after=[first]),
-        "memset": lambda: graph.add_memset(x, 7, after=[first]),
+        "memcpy": lambda: graph.add_copy(x, y, after=[first]),
+        "memset": lambda: graph.add_fill(x, 7, after=[first]),
     }[kind]()
     if not is_last:
-        graph.add_host(lambda: ran.append(2), after=[off])
+        graph.add_call(lambda: ran.append(2), after=[off])
     run = graph.instantiate()
     if kind == "memset":
         with pytest.raises(UpdateRefusedError, match="would not wait for those before it"):
-            run.set_enabled(off, False)
-        run.set_enabled(off, True)
+            run.set(off, enabled=False)
+        run.set(off, enabled=True)
     else:
-        run.set_enabled(off, False)
+        run.set(off, enabled=False)
     run.launch(stream)
     stream.synchronize()
     assert ran == ([1] if is_last else [1, 2])
-    assert x.to_numpy(stream)[0] == (0x07070707 if kind == "memset" else 0)
+    assert x.to_numpy(stream)[0] == (7 if kind == "memset" else 0)
 
 
 @pytest.mark.parametrize("before", range(5))
@@ -308,14 +308,14 @@ def test_nodes_that_are_added_in_a_capture_shift_no_index(
     """A patch by a shifted index would change another node."""
     graph, x = ost.Graph.create(device), ones(device)
     for value in range(before):
-        graph.add_memset(x, value)
+        graph.add_fill(x, value)
     with contextlib.suppress(ZeroDivisionError), ost.capture(stream, into=graph):
         ost.fill(stream, x, 1)
-        graph.add_memset(x, 2)
+        graph.add_fill(x, 2)
         ost.fill(stream, x, 3)
         assert not fails or 1 / 0
-    added = [graph.add_memset(x, value) for value in range(3)]
-    handles = [node.handle for node in graph.nodes]
+    added = [graph.add_fill(x, value) for value in range(3)]
+    handles = [node.handle for node in graph.nodes()]
     assert [node.index for node in added] == [handles.index(node.handle) for node in added]
 
 
@@ -329,7 +329,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
     child.add_kernel(increment, config(1), x, 1000)
 
     def added(graph: ost.Graph, kind: str, memory: ost.Buffer) -> None:
-        _ = graph.add_child(child) if kind == "child" else graph.add_memset(memory, 0)
+        _ = graph.add_child(child) if kind == "child" else graph.add_fill(memory, 0)
 
     calls = ("graph_add_node", "node_params", "node_kind")
     for call, kind in itertools.product(calls, ("child", "memset")):
@@ -341,7 +341,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
             added(graph, kind, unused)
         unused.close()
         node = graph.add_kernel(increment, config(1), x, 0)
-        assert graph.nodes[node.index].handle == node.handle
+        assert graph.nodes()[node.index].handle == node.handle
         assert len(graph) == before + 1, "the graph is as before"
         graph.instantiate().close()
 
@@ -354,7 +354,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
             graph.add_kernel(increment, config(1), x, 1)
         where = interrupt(work, at)
         node = graph.add_kernel(increment, config(1), x, 0)
-        assert graph.nodes[node.index].handle == node.handle, where
+        assert graph.nodes()[node.index].handle == node.handle, where
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0])
@@ -370,12 +370,12 @@ def test_what_equals_an_index_is_none(device: Device, stream: ost.Stream, wrong:
     for _ in range(2):
         for node, argument in ((1, wrong), (wrong, 1)):
             with pytest.raises(InputError):
-                run.patch(node, argument, 0)  # type: ignore[arg-type]
+                run.set(node, argument, 0)  # type: ignore[arg-type]
             with pytest.raises(InputError):
-                run.patch_all([(node, argument, 0)])  # type: ignore[list-item]
-        run.patch(1, 1, N)
-        run.patch(1, np.int64(1), N)  # type: ignore[arg-type]
+                run.set_all([(node, argument, 0)])  # type: ignore[list-item]
+        run.set(1, 1, N)
+        run.set(1, np.int64(1), N)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="LaunchConfig"):
-        run.set_config(0, None)  # type: ignore[arg-type]
+        run.set(0, config=None)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="Graph"):
         run.update(run)  # type: ignore[arg-type]

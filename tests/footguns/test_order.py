@@ -26,7 +26,7 @@ def test_recorded_order_holds_between_a_read_and_a_later_write(
         ost.launch(stream, kernel(device, "add"), config(N), x, y, z, N)
         ost.fill(stream, x, 7)  # runs after the launch has read x
     graph = recording.build()
-    assert len(graph.edges) == 1
+    assert len(graph.edges()) == 1
     run = graph.instantiate()
     for expected in (8, 8):
         run.launch(stream)
@@ -46,10 +46,10 @@ def test_an_operation_submitted_as_a_graph_is_like_any_other(
         ost.fill(stream, x, 2)
         stream.submit_as_graph(operation)
         ost.fill(stream, x, 3)
-        assert not stream.done
+        assert not stream.done()
     assert seen() == {4}
     captured = ost.capture_function(stream, lambda: stream.submit_as_graph(operation))
-    assert [node.name for node in captured.nodes] == ["add"] and seen() == {4}
+    assert [node.name for node in captured.nodes()] == ["add"] and seen() == {4}
     captured.instantiate().launch(stream)
     assert seen() == {6}
     ost.fill(stream, x, 4)
@@ -125,7 +125,7 @@ def test_a_node_that_nothing_orders_is_found_whoever_added_it(device: Device) ->
 
     def work(stream: ost.Stream, ordered: bool) -> None:
         ost.launch(stream, kernel(device, "fill"), config(N), out, 0.0, N)
-        info = stream.capture_info
+        info = stream.capture_info()
         if info.graph:
             driver = device.driver
             added = driver.graph_add_node(info.graph, info.dependencies, middle.params)
@@ -158,13 +158,13 @@ def test_a_branch_that_nothing_orders_is_found(device: Device, stream: ost.Strea
 
 def is_chain(graph: ost.Graph) -> bool:
     """Whether each node waits for the one before it, and for no other."""
-    handles = [node.handle for node in graph.nodes]
-    return {(e.source, e.target) for e in graph.edges} == {*itertools.pairwise(handles)}
+    handles = [node.handle for node in graph.nodes()]
+    return {(e.source, e.target) for e in graph.edges()} == {*itertools.pairwise(handles)}
 
 
 @pytest.mark.parametrize("reached", ["into", "adopted"])
 @pytest.mark.parametrize(
-    "how", ["kernel", "operation", "memset", "memcpy", "host", "empty", "child", "record", "branch"]
+    "how", ["kernel", "operation", "fill", "copy", "call", "empty", "child", "record", "branch"]
 )
 def test_a_node_added_under_capture_has_its_place_in_the_order(
     device: Device, stream: ost.Stream, how: str, reached: str
@@ -179,7 +179,7 @@ def test_a_node_added_under_capture_has_its_place_in_the_order(
     with ost.capture(stream, into=into) as capture:
         ost.launch(stream, scale, config(N), x, N)
         if graph is None:
-            handle = stream.capture_info.graph
+            handle = stream.capture_info().graph
             graph = ost.Graph.adopt(device, handle, owner=capture)
         if how == "branch":
             bodies = graph.add_conditional("if", graph.condition(1)).bodies
@@ -187,9 +187,9 @@ def test_a_node_added_under_capture_has_its_place_in_the_order(
             adds: dict[str, Callable[[ost.Graph], object]] = {
                 "kernel": lambda graph: graph.add_kernel(scale, config(N), x, N),
                 "operation": lambda graph: graph.add_operation(double),
-                "memset": lambda graph: graph.add_memset(x, 0x40800000, 4),
-                "memcpy": lambda graph: graph.add_memcpy(x, fours),
-                "host": lambda graph: graph.add_host(lambda: None),
+                "fill": lambda graph: graph.add_fill(x, 4),
+                "copy": lambda graph: graph.add_copy(x, fours),
+                "call": lambda graph: graph.add_call(lambda: None),
                 "empty": lambda graph: graph.add_empty(),
                 "child": lambda graph: graph.add_child(child),
                 "record": lambda graph: graph.add_event_record(event),
@@ -203,7 +203,7 @@ def test_a_node_added_under_capture_has_its_place_in_the_order(
     gc.collect()
     device.synchronize()
     capture.graph.instantiate().launch(stream)
-    expected = 4 if how in ("host", "empty", "record") else 8
+    expected = 4 if how in ("call", "empty", "record") else 8
     assert (out.to_numpy(stream) == expected).all()
 
 
@@ -217,7 +217,7 @@ def test_a_node_added_under_capture_keeps_the_edges_it_is_given(
         ost.launch(stream, scale, config(N), x, N)
         added = graph.add_empty(after=[first])
         ost.launch(stream, scale, config(N), x, N)
-    order = {(e.source, e.target) for e in graph.edges}
-    one, two, three, four = (node.handle for node in graph.nodes)
+    order = {(e.source, e.target) for e in graph.edges()}
+    one, two, three, four = (node.handle for node in graph.nodes())
     assert three == added.handle
     assert order == {(one, two), (one, three), (two, three), (three, four)}

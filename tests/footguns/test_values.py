@@ -35,7 +35,7 @@ class Copies:
 
     def __init__(self, device: Device, stream: ost.Stream) -> None:
         self._stream, self._graph = stream, ost.Graph.create(device)
-        self._graph.add_memcpy(ones(device), ones(device))
+        self._graph.add_copy(ones(device), ones(device))
         self._run = self._graph.instantiate()
 
     def __call__(self, way: str, to: ost.Buffer, source: ost.Buffer) -> None:
@@ -43,9 +43,9 @@ class Copies:
             case "copy":
                 ost.copy(self._stream, to, source)
             case "node":
-                self._graph.add_memcpy(to, source)
+                self._graph.add_copy(to, source)
             case "set":
-                self._run.set_memcpy(0, to, source)
+                self._run.set(0, dst=to, src=source)
 
 
 WAYS = pytest.mark.parametrize("way", ["copy", "node", "set"])
@@ -117,7 +117,7 @@ def test_a_number_that_does_not_fit_is_refused_everywhere(
             ost.launch(stream, kernel(device, "fill"), config(8), x, value, 8)
         run = graph_of(stream, kernel(device, "fill"), 8, x, 2.0, 8).instantiate()
         with pytest.raises(InputError, match="value"):
-            run.patch(0, "value", value)
+            run.set(0, "value", value)
     assert (x.to_numpy(stream) == 0).all()
 
 
@@ -176,11 +176,11 @@ def test_a_bfloat16_argument_is_a_number(host_device: Device) -> None:
     run = ost.capture_function(
         stream, lambda: ost.launch(stream, noted, shape, 1.0, x)
     ).instantiate()
-    run.patch(0, "a", -2.5)
+    run.set(0, "a", -2.5)
     for put in (
         lambda: ost.launch(stream, noted, shape, 1, x),
         lambda: ost.launch(stream, noted, shape, 1e39, x),
-        lambda: run.patch(0, "a", 1),
+        lambda: run.set(0, "a", 1),
         lambda: ost.prepare(noted, shape, np.int64(1), x),
     ):
         with pytest.raises(InputError, match=r"'a'.*bfloat16"):
@@ -236,9 +236,9 @@ def test_a_view_of_the_last_zero_rows_is_an_argument(device: Device, stream: ost
     ost.launch(stream, add, config(N), x[N:], x[N:], out[N:], 0)
     run = graph_of(stream, add, N, x[N:], x, out[N:], 0).instantiate()
     run.launch(stream)
-    run.patch(0, "n", N // 2)
-    run.patch(0, "a", x)
-    run.patch(0, "out", out)
+    run.set(0, "n", N // 2)
+    run.set(0, "a", x)
+    run.set(0, "out", out)
     run.launch(stream)
     assert (out.to_numpy(stream) == [2] * (N // 2) + [0] * (N // 2)).all()
 

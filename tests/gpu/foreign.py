@@ -70,7 +70,7 @@ def clear(device: Device, area: Area, value: int = 0xEE) -> None:
 
 def kernels(graph: ost.Graph) -> list[ost.Node]:
     """Its kernel nodes."""
-    return [node for node in graph.nodes if node.kind is ost.NodeKind.KERNEL]
+    return [node for node in graph.nodes() if node.kind is ost.NodeKind.KERNEL]
 
 
 def pointers(graph: ost.Graph) -> list[Pointer]:

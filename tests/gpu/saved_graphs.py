@@ -343,7 +343,7 @@ def torch_cases(device: ost.Device) -> None:
             made = torch_captured(device, t, lambda t: t["x"] * 2)
             graph = ost.Graph.create(device)
             first = graph.add_child(made.graph)
-            graph.add_host(lambda: None, after=[first])
+            graph.add_call(lambda: None, after=[first])
             graph.keep.append(made)
             return Captured(graph, made.outputs, made.replay)
 

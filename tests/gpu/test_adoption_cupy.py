@@ -125,15 +125,15 @@ def test_rebind_is_eager_on_the_new_input(cuda_device: Device, stream: ost.Strea
 def test_patch_by_index(cuda_device: Device, stream: ost.Stream) -> None:
     step = Step()
     run = adopted(cuda_device, step).instantiate(upload=stream)
-    run.patch(2, 2, 0.0)  # y += 0 x
+    run.set(2, 2, 0.0)  # y += 0 x
     run.launch(stream)
     wanted = np.float32(2) * (step.x.get() + step.z.get())
     assert read(cuda_device, area("y", step.y)) == wanted.tobytes()
-    run.patch(2, 2, 3.0)
+    run.set(2, 2, 3.0)
     run.launch(stream)
     assert read(cuda_device, area("y", step.y)) == step.eager_bits(step.x)
     with pytest.raises(InputError, match="4 bytes"):
-        run.patch(2, 2, b"\0" * 8)
+        run.set(2, 2, b"\0" * 8)
 
 
 def test_the_owner_lives_as_long_as_we_need_it(cuda_device: Device, stream: ost.Stream) -> None:

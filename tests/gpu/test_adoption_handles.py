@@ -105,7 +105,7 @@ def test_a_definition_that_cuda_core_built_by_hand(cuda_device: Device, core: Co
                               core.y.address, n)  # fmt: skip
     first.launch(core.config, core.scale, core.y.address, n)
     graph = ost.Graph.adopt(cuda_device, int(definition.handle), owner=definition)
-    assert len(graph.edges) == 1
+    assert len(graph.edges()) == 1
     check_inventory(graph, core.areas)
     stream = cuda_device.create_stream()
     with graph.instantiate(upload=stream) as run:

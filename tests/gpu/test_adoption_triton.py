@@ -70,10 +70,10 @@ def test_patch_by_index(cuda_device: Device, step: Step) -> None:
     run = step.graph.instantiate(upload=step.stream)
     first = kernels(step.graph)[0]
     (factor,) = [a.index for a in first.arguments if a.raw == np.float32(3).tobytes()]
-    run.patch(0, factor, 0.0)
+    run.set(0, factor, 0.0)
     run.launch(step.stream)
     x, y = step.x.to_numpy(step.stream), step.y.to_numpy(step.stream)
     np.testing.assert_allclose(step.out.to_numpy(step.stream), 0.5 * x + y, rtol=1e-6)
-    run.patch(0, factor, 3.0)
+    run.set(0, factor, 3.0)
     run.launch(step.stream)
     assert read(cuda_device, step.output) == step.eager_bits(step.x)

@@ -108,8 +108,8 @@ def test_our_own_kernels(cuda_device: Device, path: Path, typed: bool) -> None:
     graph = under_way.graph
     inner = ost.Graph.create(device)
     inner.add_kernel(axpy, WIDE, w, y, one, n)
-    sources = {edge.source for edge in graph.edges}
-    ends = [node for node in graph.nodes if node.handle not in sources]
+    sources = {edge.source for edge in graph.edges()}
+    ends = [node for node in graph.nodes() if node.handle not in sources]
     child = graph.add_child(inner, after=ends)
     handle = graph.condition(1)
     loop = graph.add_conditional("while", handle, after=[child])
@@ -134,7 +134,7 @@ def test_our_own_kernels(cuda_device: Device, path: Path, typed: bool) -> None:
     for name, values in wanted.items():
         assert found[name].tobytes() == values.tobytes(), name
     loaded = ost.graphfile.load(device, path)
-    proofs = loaded.manifest.proofs()
+    proofs = loaded.manifest().proofs()
     assert proofs["signature" if typed else "allocation"] >= 10
 
 
@@ -218,7 +218,7 @@ def test_gaps_in_structs_are_no_numbers(cuda_device: Device, path: Path) -> None
     run_elsewhere(path.parent)
     assert np.load(path.with_suffix(".out.npz"))["y"].tolist() == [-15]
     loaded = ost.graphfile.load(device, path)
-    assert [(s.offset, s.size) for s in loaded.manifest.graph.nodes[0].unused] == [(17, 3)]
+    assert [(s.offset, s.size) for s in loaded.manifest().graph.nodes[0].unused] == [(17, 3)]
     other, x2, y2 = captured(b"\1\2\3\4\4\0\0\0")
     with pytest.raises(GraphFileError, match=r"offset 20: 0x3 .* 0x4 .*the results depend on it"):
         ost.graphfile.save(

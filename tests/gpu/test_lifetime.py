@@ -183,9 +183,9 @@ def test_what_was_patched_in_and_out_again_is_let_go(
     passing = [device.zeros(N, np.float32) for _ in range(8)]
     gone = [weakref.ref(buffer) for buffer in passing]
     for buffer in passing:
-        run.patch(0, "x", buffer)
+        run.set(0, "x", buffer)
         run.launch(stream)
-    run.patch(0, "x", x)
+    run.set(0, "x", x)
     stream.synchronize()
     passing.clear()
     del buffer

@@ -75,7 +75,7 @@ for _ in range(3):
     refused("prepared graph launch", lambda: run.launch(stream))
     refused("read", lambda: x.to_numpy(stream))
     refused("allocate", lambda: device.empty(16, "f32"))
-    refused("event", lambda: event.done)
+    refused("event", lambda: event.done())
     refused("memory_info", device.memory_info)
     refused("device", device.synchronize)
     refused("instantiate", graph.instantiate)
@@ -107,7 +107,7 @@ refused("fill", lambda: ost.fill(stream, x, 1))
 
 IN_A_REPLAY = """
 graph = ost.capture_function(stream, lambda: poison(stream))
-assert stream.capture_info.status == 0
+assert stream.capture_info().status == 0
 run = graph.instantiate(upload=stream)
 stream.synchronize()  # nothing ran yet
 run.launch(stream)

@@ -52,7 +52,7 @@ def found(
 
 
 def assert_usable(device: Device, stream: ost.Stream) -> None:
-    assert not stream.is_capturing
+    assert not stream.is_capturing()
     x = device.array(np.ones(N, np.float32))
     with ost.capture(stream) as capture:
         ost.launch(stream, kernel(device, "scale"), config(N), x, N)

@@ -64,7 +64,7 @@ class Bench:
     def assert_sound(self) -> None:
         """Nothing captures any more, a capture works, and so does eager work."""
         device, stream = self.device, self.stream
-        assert not stream.is_capturing and not self.other.is_capturing
+        assert not stream.is_capturing() and not self.other.is_capturing()
         assert device.context.captures_under_way == 0 and device.context.taps == ()
         scale = kernel(device, "scale")
         before = self.x.to_numpy(stream)
@@ -150,13 +150,13 @@ def exception_in_user_code(bench: Bench) -> None:
 
 @way
 def event_query_outside(bench: Bench) -> None:
-    _ = bench.recorded.done  # breaks it
+    _ = bench.recorded.done()  # breaks it
 
 
 @way
 def event_query_inside(bench: Bench) -> None:
     event = bench.stream.record()
-    _ = event.done  # breaks it
+    _ = event.done()  # breaks it
 
 
 NEVER_LOADED = ost.Source(
@@ -327,7 +327,7 @@ def test_another_threads_calls_do_not_break_a_thread_local_capture(bench: Bench)
         with device.create_stream() as stream, device.empty(N, np.float32) as y:
             ost.fill(stream, y, 3)
             stream.synchronize()
-            assert stream.record().done
+            assert stream.record().done()
             assert (y.to_numpy(stream) == 3).all()
 
     for i in range(3 + TIMES):

@@ -64,7 +64,7 @@ class Rig:
     def check(self, run: ost.GraphExec, launches: list[Launch]) -> None:
         """What it holds is what a graph of these launches holds."""
         with self.graph(launches) as graph:
-            for index, node in enumerate(graph.nodes):
+            for index, node in enumerate(graph.nodes()):
                 kernel = node.kernel
                 held = run.params(index)
                 assert isinstance(held, type(kernel))
@@ -136,24 +136,24 @@ def change(rig: Rig, rng: random.Random, run: ost.GraphExec, state: list[Launch]
     new = [one.copy() for one in state]
     index = rng.randrange(NODES)
     one = new[index]
-    what = rng.choice(["patch", "patcher", "patch_all", "rebind", "set_params", "config", "update"])
-    if what in ("patch", "patcher"):
+    what = rng.choice(["set", "patcher", "set_all", "rebind", "parameters", "config", "update"])
+    if what in ("set", "patcher"):
         name = rng.choice(["a", "b", "out", "n"])
         value = rng.randrange(1, CELL) if name == "n" else rng.choice(cells)
         setattr(one, name, value)
         place = rng.choice([name, ["a", "b", "out", "n"].index(name)])
         node = rng.choice([index, run.graph.node(index)])
-        if what == "patch":
-            return new, lambda: run.patch(node, place, value)
+        if what == "set":
+            return new, lambda: run.set(node, place, value)
         return new, lambda: run.patcher(node, place)(value)
-    if what == "patch_all":
+    if what == "set_all":
         patches = []
         for _ in range(rng.randrange(1, 10)):
             which, name = rng.randrange(NODES), rng.choice(["a", "n", "out"])
             value = rng.randrange(1, CELL) if name == "n" else rng.choice(cells)
             setattr(new[which], name, value)
             patches.append((which, name, value))
-        return new, lambda: run.patch_all(patches)
+        return new, lambda: run.set_all(patches)
     if what == "rebind":
         old, other = rng.sample(cells, 2)
         for launch in new:
@@ -161,14 +161,14 @@ def change(rig: Rig, rng: random.Random, run: ost.GraphExec, state: list[Launch]
                 if getattr(launch, name) is old:
                     setattr(launch, name, other)
         return new, lambda: run.rebind({old: other})
-    if what == "set_params":
+    if what == "parameters":
         one.a, one.n, one.grid = rng.choice(cells), rng.randrange(1, CELL), rng.randrange(1, 4)
         config = ost.LaunchConfig(one.grid, 32)
         operation = ost.prepare(rig.kernel, config, one.a, one.b, one.out, one.n)
-        return new, lambda: run.set_params(index, operation)
+        return new, lambda: run.set(index, operation)
     if what == "config":
         one.grid = rng.randrange(1, 4)
-        return new, lambda: run.set_config(index, ost.LaunchConfig(one.grid, 32))
+        return new, lambda: run.set(index, config=ost.LaunchConfig(one.grid, 32))
     new = launches(rng, cells)
     graph = rig.graph(new)
     return new, lambda: run.update(graph)
@@ -207,13 +207,13 @@ def test_a_refusal_in_the_middle_of_many_patches_changes_nothing(rig: Rig) -> No
         for node in (0, 1, 5, NODES - 1):
             rig.stub.refuse(1, node=node)
             with pytest.raises(UpdateRefusedError):
-                run.patch_all((i, "a", cells[0]) for i in range(NODES))
+                run.set_all((i, "a", cells[0]) for i in range(NODES))
             rig.stub.refuse(1, node=node)
             with pytest.raises(UpdateRefusedError):
                 run.rebind({cell: cells[i - 1] for i, cell in enumerate(cells)})
             rig.stub.refuse(0)
             rig.check(run, state)
-            assert run.usable
+            assert run.usable()
 
 
 def test_what_cannot_be_taken_back_is_launched_no_more(rig: Rig) -> None:
@@ -223,7 +223,7 @@ def test_what_cannot_be_taken_back_is_launched_no_more(rig: Rig) -> None:
     with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:
         rig.stub.refuse(1, after=3)
         with pytest.raises(GraphError, match="instantiate its graph again"):
-            run.patch_all((i, "a", cells[0]) for i in range(NODES))
+            run.set_all((i, "a", cells[0]) for i in range(NODES))
         rig.stub.refuse(0)
         with pytest.raises(GraphError, match="instantiate its graph again"):
             run.launch(rig.stream)
@@ -258,8 +258,8 @@ def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
     state = launches(rng, cells[:2])
     with rig.graph(state) as graph, graph.instantiate() as run:
         run.rebind({cells[0]: cells[2], cells[1]: cells[3]})
-        run.patch(0, "a", cells[4])
-        run.patch(1, "b", cells[2])
+        run.set(0, "a", cells[4])
+        run.set(1, "b", cells[2])
         run.rebind({cells[4]: cells[5], cells[2]: cells[6]})
         became = {cells[0]: cells[6], cells[1]: cells[3]}
         for one in state:
@@ -291,7 +291,7 @@ def test_a_second_rebinding_goes_through_few_files(rig: Rig) -> None:
     assert ours == changing | {"memory/buffer.py", "memory/ranges.py"}
 
 
-@pytest.mark.parametrize("what", ["patch", "patch number", "patch all", "rebind"])
+@pytest.mark.parametrize("what", ["set", "set a number", "set all", "rebind"])
 def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
     rig: Rig, what: str, request: pytest.FixtureRequest
 ) -> None:
@@ -308,15 +308,15 @@ def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
             seen, memory = weakref.ref(new[0]), new[0].range
 
             def call() -> object:
-                if what == "patch":
-                    return run.patch(0, "a", new[0])
-                if what == "patch number":
-                    return run.patch(0, "n", 3)
-                if what == "patch all":
-                    return run.patch_all([(0, "a", new[0]), (1, "b", new[0]), (0, "n", 3)])
+                if what == "set":
+                    return run.set(0, "a", new[0])
+                if what == "set a number":
+                    return run.set(0, "n", 3)
+                if what == "set all":
+                    return run.set_all([(0, "a", new[0]), (1, "b", new[0]), (0, "n", 3)])
                 return run.rebind({cells[0]: new[0]})
 
-            run.patch(0, "out", cells[0])
+            run.set(0, "out", cells[0])
             run.rebind({memory: memory})  # makes the index
             where = interrupt(call, at)
             new.clear()
@@ -332,7 +332,7 @@ def test_an_interruption_leaves_the_driver_and_the_shadow_alike(
             assert not pointed or seen() is not None, where
             if (kept := seen()) is not None:  # closed, it is missed if it is pointed at, only then
                 kept.close()
-                assert run.usable is not pointed, where
+                assert run.usable() is not pointed, where
             run.close()
             rig.device.synchronize()
             return where
@@ -359,7 +359,7 @@ def test_a_patcher_follows_other_changes(rig: Rig) -> None:
         patch = run.patcher(0, "n")
         patch(7)
         state[0].n = 7
-        run.set_config(0, ost.LaunchConfig(3, 32))
+        run.set(0, config=ost.LaunchConfig(3, 32))
         state[0].grid = 3
         patch(8)
         state[0].n = 8
@@ -411,7 +411,7 @@ def test_a_closed_executable_lets_go_of_what_it_was_rebound_to(rig: Rig) -> None
         first = rig.device.zeros(CELL, np.float32)
         seen = weakref.ref(first)
         run.rebind({state[0].a: first})
-        run.patch(1, "b", first)
+        run.set(1, "b", first)
         del first
         gc.collect()
         assert seen() is not None
@@ -439,7 +439,7 @@ def test_a_dropped_executable_is_not_held_by_what_was_patched(rig: Rig) -> None:
     cells, rng = rig.buffers(), random.Random(7)
     with rig.graph(launches(rng, cells)) as graph:
         run = graph.instantiate()
-        run.patch(0, "n", 5)
+        run.set(0, "n", 5)
         run.rebind({cells[0]: cells[1]})
         seen = weakref.ref(run)
         gc.disable()
@@ -460,11 +460,11 @@ def test_a_definition_that_is_changed_afterwards_does_not_show(rig: Rig) -> None
             if updated:
                 run.update(made_of)
             driver = rig.device.driver
-            for node in made_of.nodes:
+            for node in made_of.nodes():
                 other = node.kernel.arguments.with_raw(3, (63).to_bytes(4, "little"))
                 changed = type(node.kernel)(node.kernel.function, node.kernel.config, other)
                 driver.node_set_params(node.handle, changed)
-            run.patch(2, "a", cells[1])
+            run.set(2, "a", cells[1])
             run.rebind({cells[2]: cells[3]})
             expected = [one.copy() for one in state]
             expected[2].a = cells[1]
@@ -487,7 +487,7 @@ def test_a_node_that_was_added_has_its_place(rig: Rig, newest_first: bool) -> No
         with ost.Graph.create(rig.device) as graph:
             for _ in range(40):
                 made = graph.add_kernel(rig.kernel, config, a, b, out, CELL)
-                assert [node.handle for node in graph.nodes][made.index] == made.handle
+                assert [node.handle for node in graph.nodes()][made.index] == made.handle
                 assert graph.node(made.index).arguments == made.arguments
     finally:
         if rig.stub is not None:

@@ -211,7 +211,7 @@ def test_bodies_that_only_one_has(device: Device, x: ost.Buffer) -> None:
         graph = ost.Graph.create(device)
         node = graph.add_conditional("if", graph.condition(), size=size)
         for body in node.bodies:
-            body.add_memset(x, 0)
+            body.add_fill(x, 0)
         return graph
 
     found = choice(1).diff(choice(2))
@@ -222,7 +222,7 @@ def test_bodies_that_only_one_has(device: Device, x: ost.Buffer) -> None:
 def test_host_functions_and_fills(device: Device, x: ost.Buffer) -> None:
     def make(function: Callable[[], object], value: int) -> ost.Graph:
         graph = ost.Graph.create(device)
-        graph.add_host(function, after=(graph.add_memset(x, value, 4),))
+        graph.add_call(function, after=(graph.add_fill(x.view(dtype=np.uint32), value),))
         return graph
 
     def one() -> None: ...
@@ -240,7 +240,7 @@ def test_what_a_condition_begins_with(device: Device, x: ost.Buffer, before: dic
     def choice(**how: Any) -> ost.Graph:
         graph = ost.Graph.create(device)
         node = graph.add_conditional("if", graph.condition(**how))
-        node.bodies[0].add_memset(x, 0)
+        node.bodies[0].add_fill(x, 0)
         return graph
 
     assert not choice(**before).diff(choice(**before))

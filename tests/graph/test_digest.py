@@ -20,9 +20,9 @@ def chain(
 ) -> None:
     """A fill, a kernel after it, and a copy after both."""
     x, y = buffers
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     scaled = graph.add_kernel(kernel(device, "fill"), config(n), x, value, 64, after=[fill])
-    graph.add_memcpy(y, x, after=[fill, scaled])
+    graph.add_copy(y, x, after=[fill, scaled])
 
 
 def digest_of(device: Device, build: Build, n: int = 64) -> str:
@@ -58,9 +58,9 @@ def test_a_captured_graph_and_its_clone_have_one_digest(device: Device) -> None:
 
 def other_kernel(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
     x, y = buffers
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     scaled = graph.add_kernel(kernel(device, "scale"), config(64), x, 64, after=[fill])
-    graph.add_memcpy(y, x, after=[fill, scaled])
+    graph.add_copy(y, x, after=[fill, scaled])
 
 
 def other_grid(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
@@ -69,23 +69,23 @@ def other_grid(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> N
 
 def other_edges(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
     x, y = buffers
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
-    graph.add_memcpy(y, x, after=[scaled])
+    graph.add_copy(y, x, after=[scaled])
 
 
 def other_copy(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
     x, y = buffers
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
-    graph.add_memcpy(y[:32], x[:32], after=[fill, scaled])
+    graph.add_copy(y[:32], x[:32], after=[fill, scaled])
 
 
 def other_fill(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
     x, y = buffers
-    fill = graph.add_memset(x, 0, 4)
+    fill = graph.add_fill(x.view(dtype=np.uint8), 0)
     scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
-    graph.add_memcpy(y, x, after=[fill, scaled])
+    graph.add_copy(y, x, after=[fill, scaled])
 
 
 def one_more(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +72,7 @@ def sums(device: Device, stream: ost.Stream) -> Sum:
 
 
 def test_inventory(sums: Sum) -> None:
-    nodes = sums.graph.nodes
+    nodes = sums.graph.nodes()
     assert [n.kind.name for n in nodes] == ["MEMSET", "KERNEL", "KERNEL", "MEMCPY"]
     assert [n.index for n in nodes] == [0, 1, 2, 3]
     add = nodes[1]
@@ -93,11 +95,11 @@ def test_inventory(sums: Sum) -> None:
 
 def test_patch_one_argument(sums: Sum) -> None:
     np.testing.assert_array_equal(sums.result(), sums.expected)
-    sums.run.patch(1, "b", sums.a)
+    sums.run.set(1, "b", sums.a)
     np.testing.assert_array_equal(sums.result(), 4 * sums.a_host)
-    sums.run.patch(1, 1, sums.b)
+    sums.run.set(1, 1, sums.b)
     np.testing.assert_array_equal(sums.result(), sums.expected)
-    sums.run.patch(2, "n", 10)
+    sums.run.set(2, "n", 10)
     expected = sums.expected
     expected[10:] /= 2
     np.testing.assert_array_equal(sums.result(), expected)
@@ -105,53 +107,53 @@ def test_patch_one_argument(sums: Sum) -> None:
 
 def test_patch_refusals_change_nothing(sums: Sum) -> None:
     for bad in (
-        lambda: sums.run.patch(1, "c", sums.a),
-        lambda: sums.run.patch(1, 4, sums.a),
-        lambda: sums.run.patch(1, "n", -1),
-        lambda: sums.run.patch(1, "n", 1.5),
-        lambda: sums.run.patch(1, "a", "text"),
-        lambda: sums.run.patch(9, "a", sums.a),
-        lambda: sums.run.patch("scale", "n", 1),  # type: ignore[arg-type]
-        lambda: sums.run.patch_all([(1, "b", sums.a), (2, "n")]),  # type: ignore[list-item]
-        lambda: sums.run.patch_all([1]),  # type: ignore[list-item]
+        lambda: sums.run.set(1, "c", sums.a),
+        lambda: sums.run.set(1, 4, sums.a),
+        lambda: sums.run.set(1, "n", -1),
+        lambda: sums.run.set(1, "n", 1.5),
+        lambda: sums.run.set(1, "a", "text"),
+        lambda: sums.run.set(9, "a", sums.a),
+        lambda: sums.run.set("scale", "n", 1),  # type: ignore[arg-type]
+        lambda: sums.run.set_all([(1, "b", sums.a), (2, "n")]),  # type: ignore[list-item]
+        lambda: sums.run.set_all([1]),  # type: ignore[list-item]
         lambda: sums.graph.instantiate(upload=True),  # type: ignore[arg-type]
     ):
         with pytest.raises(InputError):
             bad()
     for argument in ("c", 4):
         with pytest.raises(InputError, match=r"^node 1 \(add\): "):
-            sums.run.patch_all([(2, "n", 10), (1, argument, sums.a)])
+            sums.run.set_all([(2, "n", 10), (1, argument, sums.a)])
     with pytest.raises(NodeKindError):
-        sums.run.patch(0, 0, sums.a)
+        sums.run.set(0, 0, sums.a)
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
 def test_config_memset_memcpy(sums: Sum, device: Device) -> None:
-    sums.run.set_config(2, ost.LaunchConfig(grid=1, block=128))
+    sums.run.set(2, config=ost.LaunchConfig(grid=1, block=128))
     expected = sums.expected
     expected[128:] /= 2
     np.testing.assert_array_equal(sums.result(), expected)
-    sums.run.set_config(2, config(N))
+    sums.run.set(2, config=config(N))
     elsewhere = device.zeros(N, np.float32)
-    sums.run.set_memcpy(3, elsewhere, sums.out)
+    sums.run.set(3, dst=elsewhere, src=sums.out)
     sums.run.launch(sums.stream)
     np.testing.assert_array_equal(elsewhere.to_numpy(sums.stream), sums.expected)
-    sums.run.set_memset(0, elsewhere, 0x3F800000, 4)
+    sums.run.set(0, dst=elsewhere, value=1)
     sums.run.launch(sums.stream)
     # The copy runs last; the fill of `elsewhere` came before it.
     np.testing.assert_array_equal(elsewhere.to_numpy(sums.stream), sums.expected)
     with pytest.raises(InputError):
-        sums.run.set_memcpy(3, elsewhere, device.zeros(1, "bytes"))
+        sums.run.set(3, dst=elsewhere, src=device.zeros(1, "bytes"))
     with pytest.raises(UpdateRefusedError, match="cooperative"):
-        sums.run.set_config(2, ost.LaunchConfig(1, 128, cooperative=True))
+        sums.run.set(2, config=ost.LaunchConfig(1, 128, cooperative=True))
 
 
 def test_enable_and_disable(sums: Sum) -> None:
     assert sums.run.enabled(2)
-    sums.run.set_enabled(2, False)
+    sums.run.set(2, enabled=False)
     assert not sums.run.enabled(2)
     np.testing.assert_array_equal(sums.result(), sums.expected / 2)
-    sums.run.set_enabled(2, True)
+    sums.run.set(2, enabled=True)
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
@@ -235,7 +237,7 @@ def test_a_change_that_is_undone_does_not_mend_a_half_done_one(host_device: Devi
     faults.fail("exec_set_params", at=3, times=2)  # the change, and its undoing
     with pytest.raises(GraphError, match="taking it back"):
         sums.run.rebind({sums.out: out})
-    assert not sums.run.usable
+    assert not sums.run.usable()
     faults.clear()
     faults.fail("exec_set_params", at=3)
     with pytest.raises(UpdateRefusedError):
@@ -254,7 +256,7 @@ def test_update_equals_a_new_executable(sums: Sum, device: Device, stream: ost.S
     report = sums.run.update(capture.graph)
     assert report.nodes == 4
     np.testing.assert_array_equal(sums.result(), 4 * sums.b_host)
-    sums.run.patch(1, "a", sums.a)  # patches still go by the node's place
+    sums.run.set(1, "a", sums.a)  # patches still go by the node's place
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
@@ -282,7 +284,7 @@ def test_closed_executables_refuse(sums: Sum) -> None:
     with pytest.raises(ClosedError):
         sums.run.launch(sums.stream)
     with pytest.raises(ClosedError):
-        sums.run.patch(1, "a", sums.a)
+        sums.run.set(1, "a", sums.a)
     again = sums.graph.instantiate()
     other = sums.device.create_stream()
     again.launch(other)
@@ -332,7 +334,7 @@ def test_who_listens_since_the_first_launch_hears_the_second(
         assert recordings
         sums.run.launch(stream)
     (recording,) = recordings
-    assert [n.kind.name for n in recording.build().nodes] == ["CHILD_GRAPH"]
+    assert [n.kind.name for n in recording.build().nodes()] == ["CHILD_GRAPH"]
     np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
@@ -351,7 +353,7 @@ def test_who_listens_after_an_interrupted_first_launch_hears_the_next(
             sums.run.launch(stream)
     with ost.record(stream) as recording:
         sums.run.launch(stream)
-    assert [n.kind.name for n in recording.build().nodes] == ["CHILD_GRAPH"]
+    assert [n.kind.name for n in recording.build().nodes()] == ["CHILD_GRAPH"]
 
 
 def test_a_closed_graph_lets_its_executable_run(sums: Sum) -> None:
@@ -395,21 +397,21 @@ def test_after_an_update_in_another_order_single_nodes_are_not_mistaken(
 ) -> None:
     x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
     first, second = ost.Graph.create(device), ost.Graph.create(device)
-    a = first.add_memset(x, 1)
-    first.add_memset(x, 2, after=[a])
-    b = second.add_memset(y, 2)
-    second.add_edges([(second.add_memset(y, 1), b)])
+    a = first.add_fill(x, 1)
+    first.add_fill(x, 2, after=[a])
+    b = second.add_fill(y, 2)
+    second.add_edges([(second.add_fill(y, 1), b)])
     run = first.instantiate()
     try:
         run.update(second)  # CUDA takes it, and pairs the nodes along the edges
     except UpdateRefusedError:
         run.launch(stream)
-        assert (x.to_numpy(stream).view(np.uint8) == 2).all()
+        assert (x.to_numpy(stream) == 2).all()
     else:
         run.launch(stream)
-        assert (y.to_numpy(stream).view(np.uint8) == 2).all()
+        assert (y.to_numpy(stream) == 2).all()
         with pytest.raises(UpdateRefusedError, match="another order"):
-            run.set_memset(0, x, 3)
+            run.set(0, dst=x, value=3)
 
 
 @pytest.mark.parametrize("inside", ["child", "body"])
@@ -422,7 +424,7 @@ def test_after_an_update_in_another_order_nodes_inside_are_not_mistaken(
         if inside == "body":
             condition = graph.condition(default=1)
             (inner,) = graph.add_conditional("if", condition).bodies
-        one, two = inner.add_memset(x, 1), inner.add_memset(x, 2)
+        one, two = inner.add_fill(x, 1), inner.add_fill(x, 2)
         inner.add_edges([(two, one) if turned else (one, two)])
         if inside == "child":
             graph.add_child(inner)
@@ -431,9 +433,42 @@ def test_after_an_update_in_another_order_nodes_inside_are_not_mistaken(
     taken = UpdateOutcome(UpdateVerdict.SUCCESS)  # as by CUDA, which pairs nodes along the edges
     monkeypatch.setattr(HostDriver, "exec_update", lambda *_: taken)
     run.update(graphs[1])
-    (node,) = graphs[0].nodes
+    (node,) = graphs[0].nodes()
     with pytest.raises(UpdateRefusedError, match="another order"):
-        run.set_memset(node.children[0][0], x, 3)
+        run.set(node.children[0][0], dst=x, value=3)
+
+
+SET_WRONGLY: dict[str, tuple[Callable[[Any, Sum], None], type[Exception], str]] = {
+    "nothing": (lambda run, s: run.set(2), TypeError, r"node 2 \(\w+\) with nothing: .*config=…"),
+    "an argument and more": (
+        lambda run, s: run.set(2, 0, s.a, enabled=True),
+        TypeError,
+        "with parameters and value and enabled: a node of kind KERNEL takes .*argument, value",
+    ),
+    "by position": (lambda run, s: run.set(2, 0, s.a, config(N)), TypeError, "value and config"),
+    "half a copy": (lambda run, s: run.set(3, dst=s.out), TypeError, "MEMCPY takes .*dst=…, src=…"),
+    "no value": (lambda run, s: run.set(2, 0), InputError, r"node 2 .*0 is no parameters"),
+    "a config": (lambda run, s: run.set(2, config=8), InputError, "LaunchConfig is needed"),
+    "a fill's argument": (lambda run, s: run.set(0, 0, 1), NodeKindError, "dst=…, value=…"),
+    "a fill's config": (lambda run, s: run.set(0, config=config(N)), NodeKindError, "MEMSET"),
+    "a kernel's source": (
+        lambda run, s: run.set(2, dst=s.out, src=s.a),
+        NodeKindError,
+        r"node 2 .* has no dst and src: a node of kind KERNEL takes .*config=…",
+    ),
+    "a copy's value": (lambda run, s: run.set(3, dst=s.out, value=1), NodeKindError, "src=…"),
+    "no node": (lambda run, s: run.set(9, enabled=True), InputError, "no node 9"),
+}
+
+
+@pytest.mark.parametrize("how", SET_WRONGLY)
+def test_what_a_node_does_not_take_is_said_with_what_it_takes(sums: Sum, how: str) -> None:
+    wrong, error, words = SET_WRONGLY[how]
+    before = [sums.run.params(node) for node in range(4)]
+    with pytest.raises(error, match=words):
+        wrong(sums.run, sums)
+    assert [sums.run.params(node) for node in range(4)] == before
+    np.testing.assert_array_equal(sums.result(), sums.expected)
 
 
 def test_what_is_no_longer_pointed_at_is_let_go(sums: Sum, device: Device) -> None:
@@ -442,7 +477,7 @@ def test_what_is_no_longer_pointed_at_is_let_go(sums: Sum, device: Device) -> No
         buffer = device.array(np.full(N, value, np.float32))
         gone.append(weakref.ref(buffer))
         if value % 2:
-            sums.run.patch(1, "a", buffer)
+            sums.run.set(1, "a", buffer)
         else:
             sums.run.rebind({old: buffer})
         old = buffer.range
@@ -461,8 +496,8 @@ def test_a_launch_while_recording_becomes_a_child(sums: Sum, stream: ost.Stream)
         ost.fill(stream, sums.out, 9)
         sums.run.launch(stream)
     graph = recording.build()
-    assert [n.kind.name for n in graph.nodes] == ["MEMSET", "CHILD_GRAPH"]
-    assert len(graph.edges) == 1
+    assert [n.kind.name for n in graph.nodes()] == ["MEMSET", "CHILD_GRAPH"]
+    assert len(graph.edges()) == 1
     graph.instantiate().launch(stream)
     np.testing.assert_array_equal(sums.copy.to_numpy(stream), sums.expected)
 
@@ -472,7 +507,7 @@ def test_events_between_graph_and_stream(device: Device, stream: ost.Stream) -> 
     x, inside, outside = device.zeros(N, "bytes"), device.create_event(), device.create_event()
     graph = ost.Graph.create(device)
     wait = graph.add_event_wait(outside)
-    filled = graph.add_memset(x, 7, after=[wait])
+    filled = graph.add_fill(x, 7, after=[wait])
     record = graph.add_event_record(inside, after=[filled])
     assert wait.event_wait.event == outside.handle
     assert record.event_record.event == inside.handle
@@ -481,7 +516,7 @@ def test_events_between_graph_and_stream(device: Device, stream: ost.Stream) -> 
     stream.record(outside)
     graph.instantiate().launch(stream)
     stream.synchronize()
-    assert inside.done
+    assert inside.done()
     assert (x.to_numpy(stream) == 7).all()
 
 
@@ -503,11 +538,11 @@ def test_a_body_is_gone_with_its_graph(device: Device, stream: ost.Stream) -> No
     (body,) = graph.add_conditional("if", graph.condition(1)).bodies
     graph.close()
     for use in (
-        lambda: body.add_memset(x, 1),
+        lambda: body.add_fill(x, 1),
         lambda: ost.Capture(stream, into=body).begin(),
-        lambda: body.nodes,
+        lambda: body.nodes(),
         lambda: ost.Graph.create(device).add_child(body),
     ):
         with pytest.raises(ClosedError, match="the graph is closed"):
             use()
-    assert not stream.is_capturing
+    assert not stream.is_capturing()

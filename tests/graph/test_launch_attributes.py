@@ -56,7 +56,7 @@ class Seen:
 
     def child(self, cluster: int | None) -> ost.Graph:
         graph = ost.Graph.create(self.device)
-        first = graph.add_memset(self.out, 0)
+        first = graph.add_fill(self.out, 0)
         graph.add_child(self.plain(cluster), after=[first])
         return graph
 
@@ -102,20 +102,20 @@ def test_an_update_keeps_no_cluster_size_silently(
     assert seen.ran(run) == (before or 1)
 
 
-@pytest.mark.parametrize("how", ["set_params", "set_config"])
+@pytest.mark.parametrize("how", ["parameters", "config"])
 @pytest.mark.parametrize(("before", "after"), SIZES)
 def test_one_node_keeps_no_cluster_size_silently(
     seen: Seen, how: str, before: int | None, after: int | None
 ) -> None:
     run = seen.plain(before).instantiate()
     with pytest.raises(UpdateRefusedError, match=r"node 0 \(cluster_size\).* cluster "):
-        if how == "set_params":
-            run.set_params(0, seen.operation(after))
+        if how == "parameters":
+            run.set(0, seen.operation(after))
         else:
-            run.set_config(0, ost.LaunchConfig(8, 32, cluster=after))
+            run.set(0, config=ost.LaunchConfig(8, 32, cluster=after))
     assert seen.ran(run) == (before or 1)
-    run.set_params(0, seen.operation(before))
-    run.patch(0, "out", seen.out)
+    run.set(0, seen.operation(before))
+    run.set(0, "out", seen.out)
     assert seen.ran(run) == (before or 1)
 
 
@@ -123,11 +123,11 @@ def test_another_child_graph_keeps_no_cluster_size_silently(seen: Seen) -> None:
     run = seen.child(2).instantiate()
     other = seen.plain(4)
     with pytest.raises(UpdateRefusedError, match=r"node 0 \(cluster_size\) inside node 1") as got:
-        run.set_params(1, ChildGraphNodeParams(other.handle), keep=(other,))
+        run.set(1, ChildGraphNodeParams(other.handle), keep=(other,))
     assert got.value.node_index == 1
     assert seen.ran(run) == 2
     same = seen.plain(2)
-    run.set_params(1, ChildGraphNodeParams(same.handle), keep=(same,))
+    run.set(1, ChildGraphNodeParams(same.handle), keep=(same,))
     assert seen.ran(run) == 2
 
 
@@ -206,7 +206,7 @@ def test_nodes_that_cannot_be_told_apart_must_be_alike(seen: Seen) -> None:
         sizes = [2, 4]
         for place in order:
             made.add_operation(seen.operation(sizes[place]), after=[fork])
-        last = made.add_memset(seen.out, 0)
+        last = made.add_fill(seen.out, 0)
         made.add_edges([(last, fork)])
         return made
 
@@ -291,8 +291,8 @@ def test_attributes_without_a_field_are_compared_too(foreign: Foreign, words: st
         run.update(graphs[before])
         if before == 1:
             with pytest.raises(UpdateRefusedError, match=words):
-                run.set_params(0, foreign.params)
-            run.set_params(0, replace(run.nodes[0].kernel, arguments=foreign.params.arguments))
+                run.set(0, foreign.params)
+            run.set(0, replace(run.nodes()[0].kernel, arguments=foreign.params.arguments))
     graphs[0].instantiate().update(graphs[2])
 
 
@@ -301,10 +301,10 @@ def test_what_is_kept_is_what_the_executable_was_made_with(foreign: Foreign) -> 
     four, two = (struct.pack("=3I", size, 1, 1) for size in (4, 2))
     made = foreign.graph({4: two})
     run = made.instantiate()
-    foreign.stub.set_attribute(made.nodes[0].handle, 4, four)
+    foreign.stub.set_attribute(made.nodes()[0].handle, 4, four)
     config = ost.LaunchConfig(8, 32, cluster=4)
     with pytest.raises(UpdateRefusedError, match="a cluster of 2 × 1 × 1; a cluster of 4"):
-        run.set_config(0, config)
+        run.set(0, config=config)
     with pytest.raises(UpdateRefusedError, match="a cluster of 2 × 1 × 1; a cluster of 4"):
         run.update(made)
     run.update(foreign.graph({4: two}))
@@ -324,8 +324,8 @@ def test_a_kernel_with_a_secret_is_replaced_by_itself_only(library: Path, launch
                 with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
                     run.update(foreign.graph({}, function=0x78))
                 with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
-                    run.set_params(0, replace(foreign.params, function=FunctionHandle(0x78)))
-                run.set_params(0, foreign.params)
+                    run.set(0, replace(foreign.params, function=FunctionHandle(0x78)))
+                run.set(0, foreign.params)
                 with pytest.raises(UpdateRefusedError, match="preferred cluster size"):
                     foreign.ours().instantiate().update(foreign.graph({}))
             foreign.ours().instantiate().update(foreign.ours(function=0x78))

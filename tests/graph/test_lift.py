@@ -62,7 +62,7 @@ def test_lifted_work_runs_in_every_way(host_device: Device, stream: ost.Stream) 
         submit()
     assert found() == [0, 2, 4, 6, 8]
     graph = recording.build()
-    assert len(graph.edges) == 2  # in order, by what they read and write
+    assert len(graph.edges()) == 2  # in order, by what they read and write
     graph.instantiate().launch(stream)
     assert found() == [0, 2, 4, 6, 8]
 
@@ -89,7 +89,7 @@ def test_what_no_node_names_is_kept_too(host_device: Device, how: str) -> None:
     if how == "given with a node":
         graph.add(MemsetNodeParams(y.address, 0, 4, 4), keep=(owner,))
     else:
-        graph.add_memset(y, 0)
+        graph.add_fill(y, 0)
         graph = ost.Graph.adopt(host_device, graph.handle, owner=(graph, owner)).clone()
     (operation,) = ost.lift(graph, name="fill")
     gone = weakref.ref(owner)
@@ -108,21 +108,21 @@ def test_what_is_no_chain_of_launches_is_refused(host_device: Device, stream: os
         ost.lift(empty, name="nothing")
     apart = ost.Graph.create(host_device)
     for _ in range(2):
-        apart.add_memset(y, 0)
+        apart.add_fill(y, 0)
     with pytest.raises(GraphError, match="2 nodes with 0 edges"):
         ost.lift(apart, name="apart")
     forked = ost.Graph.create(host_device)
-    first = forked.add_memset(y, 0)
-    forked.add_memset(y, 0, after=[first])
-    forked.add_memset(y, 0, after=[first])
+    first = forked.add_fill(y, 0)
+    forked.add_fill(y, 0, after=[first])
+    forked.add_fill(y, 0, after=[first])
     with pytest.raises(GraphError, match="no chain"):
         ost.lift(forked, name="forked")
     joined = ost.Graph.create(host_device)
-    ends = [joined.add_memset(y, 0) for _ in range(2)]
-    joined.add_memset(y, 0, after=ends)
+    ends = [joined.add_fill(y, 0) for _ in range(2)]
+    joined.add_fill(y, 0, after=ends)
     with pytest.raises(GraphError, match="no chain"):
         ost.lift(joined, name="joined")
     other = ost.Graph.create(host_device)
-    other.add_host(lambda: None)
+    other.add_call(lambda: None)
     with pytest.raises(GraphError, match="a host node"):
         ost.lift(other, name="other")

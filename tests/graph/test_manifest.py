@@ -90,7 +90,7 @@ def test_it_follows_patches_and_rebindings(
     run.rebind({x: y})
     assert [cache.touching(b) for b in (x, y)] == [[], ["step"]]
     assert cache.touching(y.view(4 * (N - 1))) == ["step"]  # still as far as before
-    run.patch(0, "x", z)
+    run.set(0, "x", z)
     assert [cache.touching(b) for b in (x, y, z)] == [[], [], ["step"]]
     assert cache.evict_touching(x) == [] and "step" in cache
     assert cache.evict_touching(z) == ["step"] and run.closed
@@ -143,7 +143,7 @@ def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None
     with ost.capture(stream) as capture:
         ost.launch(stream, made, config(1), low, high, x)
     run = capture.graph.instantiate()
-    run.patch(0, "x", other)
+    run.set(0, "x", other)
     assert run.touches(x) and not run.touches(y)
     report = run.rebind({x: y})
     assert not report.words and [left.place for left in report.left] == ["argument 0"]
@@ -156,8 +156,8 @@ def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
     placed = graph.add_alloc(4096)
     write = MemOp(MemOpKind.WRITE, x.address + 4, 7)
     graph.add_batch_mem_op([write], keep=[x], after=[placed])
-    graph.add_free(placed.alloc.address, after=[graph.nodes[1]])
-    graph.add_host(lambda: None)
+    graph.add_free(placed.alloc.address, after=[graph.nodes()[1]])
+    graph.add_call(lambda: None)
     cache.install("all", graph.instantiate())
     assert cache.touching(x) == ["all"] and cache.touching(x[2:]) == []
     assert cache.touching(ost.MemoryRange(placed.alloc.address + 4000, 8)) == ["all"]

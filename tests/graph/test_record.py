@@ -45,10 +45,10 @@ def test_independent_launches_run_side_by_side(device: Device) -> None:
         ost.launch(stream, kernel(device, "fill"), config(N), y, 2.0, N)
         ost.launch(stream, kernel(device, "add"), config(N), x, y, z, N)
     graph = recording.build()
-    nodes = graph.nodes
-    edges = {(e.source, e.target) for e in graph.edges}
+    nodes = graph.nodes()
+    edges = {(e.source, e.target) for e in graph.edges()}
     assert edges == {(nodes[0].handle, nodes[2].handle), (nodes[1].handle, nodes[2].handle)}
-    assert len(recording.build(serial=True).edges) == 2
+    assert len(recording.build(serial=True).edges()) == 2
     graph.instantiate().launch(stream)
     assert (z.to_numpy(stream) == 3).all()
 
@@ -103,8 +103,8 @@ def test_only_the_launch_before_on_the_stream_lets_a_launch_begin_early(device: 
         ost.launch(side, add, early, y, z, z, N)
         stream.wait(side.record())
     graph = recording.build()
-    first, second, third = (node.handle for node in graph.nodes)
-    kinds = {(e.source, e.target): e.data.type for e in graph.edges}
+    first, second, third = (node.handle for node in graph.nodes())
+    kinds = {(e.source, e.target): e.data.type for e in graph.edges()}
     assert kinds == {(first, third): EdgeType.DEFAULT, (second, third): EdgeType.PROGRAMMATIC}
 
 
@@ -125,8 +125,8 @@ def test_a_launch_with_a_struct_is_ordered_against_everything(host_device: Devic
         )
         ost.fill(stream, x, 5)
     graph = recording.build()
-    first, second, third = (node.handle for node in graph.nodes)
-    assert {(e.source, e.target) for e in graph.edges} == {(first, second), (second, third)}
+    first, second, third = (node.handle for node in graph.nodes())
+    assert {(e.source, e.target) for e in graph.edges()} == {(first, second), (second, third)}
 
 
 def test_a_launch_at_a_plain_address_is_ordered_with_all_of_its_allocation(device: Device) -> None:
@@ -135,7 +135,7 @@ def test_a_launch_at_a_plain_address_is_ordered_with_all_of_its_allocation(devic
     with ost.record(stream) as recording:
         ost.launch(stream, kernel(device, "add"), config(N), x.address, x.address, out, N)
         ost.fill(stream, x[N // 2 :], 5)
-    assert len(recording.build().edges) == 1
+    assert len(recording.build().edges()) == 1
 
 
 def test_a_launch_at_the_address_of_an_alloc_node_is_ordered_with_all(device: Device) -> None:
@@ -146,7 +146,7 @@ def test_a_launch_at_the_address_of_an_alloc_node_is_ordered_with_all(device: De
     first = ost.prepare(add, config(N), address, address, address, N)
     second = ost.prepare(scale, config(1), address + 2 * N, 1)
     a, b = graph.add_operations([first, second])
-    assert (a.handle, b.handle) in {(e.source, e.target) for e in graph.edges}
+    assert (a.handle, b.handle) in {(e.source, e.target) for e in graph.edges()}
 
 
 def test_launches_that_set_conditions_are_ordered(host_device: Device) -> None:
@@ -163,7 +163,7 @@ def test_launches_that_set_conditions_are_ordered(host_device: Device) -> None:
     operations = [ost.prepare(found, config(1), v, condition) for v in (x, y)]
     first, second = graph.add_operations(operations)
     graph.add_conditional("if", condition, after=[first, second])
-    assert (first.handle, second.handle) in {(e.source, e.target) for e in graph.edges}
+    assert (first.handle, second.handle) in {(e.source, e.target) for e in graph.edges()}
 
 
 def test_a_launch_that_was_done_raises_nothing_because_of_a_recording(host_device: Device) -> None:

@@ -46,8 +46,8 @@ def everything(device: Device) -> ost.Graph:
     """A graph with most kinds of nodes, a child graph and bodies within bodies."""
     x, y = device.zeros(N, np.float32), device.zeros(N, np.float32)
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 7, 4)
-    copy = graph.add_memcpy(y, x, after=(fill,))
+    fill = graph.add_fill(x, 7)
+    copy = graph.add_copy(y, x, after=(fill,))
     scale = graph.add_kernel(kernel(device, "scale"), config(N), y, N, after=(copy,))
     host = graph.add(named("callback"), after=(copy,))
     condition = graph.condition(1)
@@ -57,8 +57,8 @@ def everything(device: Device) -> ost.Graph:
     choice = body.add_conditional("if", body.condition(), size=2, after=(first,))
     choice.bodies[0].add_kernel(kernel(device, "add"), config(N), x, y, y, N)
     child = ost.Graph.create(device)
-    one = child.add_memset(x, 0)
-    child.add_memset(y, 0, after=(one,))
+    one = child.add_fill(x, 0)
+    child.add_fill(y, 0, after=(one,))
     inside = graph.add_child(child, after=(loop.node,))
     graph.add_empty(after=(inside, fill))
     return graph
@@ -70,7 +70,7 @@ def chain(device: Device, layers: int, *, ends: bool = True) -> ost.Graph:
     graph = ost.Graph.create(device)
     after: tuple[ost.Node, ...] = ()
     if ends:
-        after = (graph.add_memset(x, 0),)
+        after = (graph.add_fill(x, 0),)
     for layer in range(layers):
         after = (graph.add_kernel(kernel(device, "scale"), config(N), x, N, after=after),)
         after = (graph.add_kernel(kernel(device, "fill"), config(N), x, layer, N, after=after),)
@@ -104,9 +104,9 @@ def test_the_table_has_a_row_for_each_node(device: Device) -> None:
 
 def test_every_node_goes_into_bodies_and_children(device: Device) -> None:
     graph = everything(device)
-    found = [*ost.lowlevel.every_node(graph.nodes)]
+    found = [*ost.lowlevel.every_node(graph.nodes())]
     assert len(found) == graph.count() == 12
-    assert [n for n in found if n in graph.nodes] == [*graph.nodes]
+    assert [n for n in found if n in graph.nodes()] == [*graph.nodes()]
     names = [n.name for n in found]
     assert names.index("fill") < names.index("add"), "a body before what is inside of it"
     kinds = [n.kind for n in found]
@@ -321,7 +321,7 @@ def test_what_repeats_is_folded(device: Device) -> None:
     # A node that differs breaks the run in two.
     graph = chain(device, 10, ends=False)
     x = device.zeros(N, np.float32)
-    graph.add_kernel(kernel(device, "scale"), config(2 * N), x, N, after=(graph.nodes[-1],))
+    graph.add_kernel(kernel(device, "scale"), config(2 * N), x, N, after=(graph.nodes()[-1],))
     assert boxes(to_svg(graph.outline(), max_nodes=10))[-1] == "scale"
     inside(svg)
 
@@ -359,7 +359,7 @@ def test_many_cases_do_not_make_one_endless_row(device: Device) -> None:
     graph = ost.Graph.create(device)
     switch = graph.add_conditional("switch", graph.condition(), size=20)
     for number, body in enumerate(switch.bodies):
-        body.add_memset(device.zeros(N, np.float32), number)
+        body.add_fill(device.zeros(N, np.float32), number)
     svg = to_svg(graph.outline())
     cases = re.findall(r">(case \d+)</text>", svg)
     assert cases == [f"case {number}" for number in range(20)]
@@ -454,7 +454,7 @@ def test_edges_pass_beside_boxes(host_device: Device, seed: int) -> None:
         nodes.append(graph.add(named(f"step {number}"), after=after))
     svg = to_svg(graph.outline())
     edges = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class") == "edge"]
-    assert len(edges) == len(graph.edges) + bool(graph.edges), "each edge, and the legend's"
+    assert len(edges) == len(graph.edges()) + bool(graph.edges()), "each edge, and the legend's"
     clear(svg)
     inside(svg)
 
@@ -482,5 +482,5 @@ def test_any_graph_can_be_shown(data: st.DataObject) -> None:
         assert bare.count("{") == bare.count("}")
         plain = graph.to_dict()
         assert json.loads(json.dumps(plain)) == plain
-        assert len(plain["edges"]) == len(graph.edges)  # type: ignore[arg-type]
+        assert len(plain["edges"]) == len(graph.edges())  # type: ignore[arg-type]
         to_table(graph.outline())

@@ -25,14 +25,14 @@ def test_a_fill_becomes_a_kernel_between_the_same_neighbours(device: Device) -> 
     x, y = device.zeros(N, "f4"), device.array(np.full(N, 3, "f4"))
     graph = ost.Graph.create(device)
     first = graph.add_operation(operation(device, "fill", x, 1.0))
-    fill = graph.add_memset(x, 0, 4, after=[first])
+    fill = graph.add_fill(x, 0, after=[first])
     added = graph.add_operation(operation(device, "add", x, y, x), after=[fill])
     last = graph.add_operation(operation(device, "scale", x), after=[fill, added])
     new = graph.replace(fill, operation(device, "fill", x, 5.0))
-    assert new == graph.nodes[3] and new.kernel.config == config(N)
-    assert [node.kind for node in graph.nodes] == [ost.NodeKind.KERNEL] * 4 and len(graph) == 4
-    assert [node.index for node in graph.nodes] == [0, 1, 2, 3]
-    assert {(edge.source, edge.target) for edge in graph.edges} == {
+    assert new == graph.nodes()[3] and new.kernel.config == config(N)
+    assert [node.kind for node in graph.nodes()] == [ost.NodeKind.KERNEL] * 4 and len(graph) == 4
+    assert [node.index for node in graph.nodes()] == [0, 1, 2, 3]
+    assert {(edge.source, edge.target) for edge in graph.edges()} == {
         (first.handle, new.handle),
         (new.handle, added.handle),
         (new.handle, last.handle),
@@ -41,7 +41,7 @@ def test_a_fill_becomes_a_kernel_between_the_same_neighbours(device: Device) -> 
     run = graph.instantiate()
     run.launch(stream)
     assert (x.to_numpy(stream) == 16).all()  # 2 * (5 + 3)
-    run.patch(new, "value", 7.0)
+    run.set(new, "value", 7.0)
     run.launch(stream)
     assert (x.to_numpy(stream) == 20).all()
 
@@ -56,23 +56,23 @@ def test_edges_keep_their_data(device: Device) -> None:
             graph.add(scale.params, after=nodes[-1:], edge_data=data or None, operation=scale)
         )
     graph.replace(nodes[1], operation(device, "halve", x))
-    assert [edge.data for edge in graph.edges] == [early, early]
+    assert [edge.data for edge in graph.edges()] == [early, early]
 
 
 def test_only_nodes_of_the_graph_itself(device: Device) -> None:
     x = device.zeros(N, "f4")
     inner, graph = ost.Graph.create(device), ost.Graph.create(device)
-    inner.add_memset(x, 0)
-    fill = graph.add_memset(x, 1)
+    inner.add_fill(x, 0)
+    fill = graph.add_fill(x, 1)
     child = graph.add_child(inner, after=[fill])
     scale = operation(device, "scale", x)
-    for node in (inner.nodes[0], graph.node(child.index).children[0]):
+    for node in (inner.nodes()[0], graph.node(child.index).children[0]):
         with pytest.raises(InputError, match="no node of this graph itself"):
             graph.replace(node, scale)
     graph.replace(fill, scale)
     with pytest.raises(InputError, match="no node of this graph itself"):
         graph.replace(fill, scale)  # it is gone
-    assert [node.kind.name for node in graph.nodes] == ["CHILD_GRAPH", "KERNEL"]
+    assert [node.kind.name for node in graph.nodes()] == ["CHILD_GRAPH", "KERNEL"]
 
 
 def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
@@ -80,13 +80,13 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
     scale = operation(device, "scale", x)
 
     def refused(graph: ost.Graph, node: ost.Node, why: str) -> None:
-        before = [(node.kind, node.handle) for node in graph.nodes], graph.edges
+        before = [(node.kind, node.handle) for node in graph.nodes()], graph.edges()
         with pytest.raises(GraphError, match=why):
             graph.replace(node, scale)
-        assert before == ([(node.kind, node.handle) for node in graph.nodes], graph.edges)
+        assert before == ([(node.kind, node.handle) for node in graph.nodes()], graph.edges())
 
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     with ost.capture(stream, into=graph):
         ost.fill(stream, x, 1)
         refused(graph, fill, "captured into the graph")
@@ -94,11 +94,11 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
     graph.replace(fill, scale)
     loop = graph.add_conditional("if", graph.condition(1))
     refused(graph, loop.node, "conditional")
-    refused(loop.bodies[0], loop.bodies[0].add_memset(x, 0), "executable")
+    refused(loop.bodies[0], loop.bodies[0].add_fill(x, 0), "executable")
     graph.instantiate().close()
-    refused(graph, graph.nodes[0], "executable")
+    refused(graph, graph.nodes()[0], "executable")
     allocating = ost.Graph.create(device)
-    fill = allocating.add_memset(x, 0)
+    fill = allocating.add_fill(x, 0)
     allocating.add_free(
         allocating.add_alloc(64, after=[fill]).alloc.address, after=[allocating.node(1)]
     )
@@ -111,13 +111,13 @@ def test_a_fault_leaves_the_graph_as_it_was(host_device: Device, seam: str) -> N
     device = preload(Device(faults))
     x = device.zeros(N, "f4")
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     graph.add_operation(operation(device, "scale", x), after=[fill])
-    before = [(node.kind, node.handle) for node in graph.nodes], graph.edges
+    before = [(node.kind, node.handle) for node in graph.nodes()], graph.edges()
     faults.fail(seam, at=1)
     with pytest.raises(GraphError):
         graph.replace(fill, operation(device, "fill", x, 1.0))
-    assert before == ([(node.kind, node.handle) for node in graph.nodes], graph.edges)
+    assert before == ([(node.kind, node.handle) for node in graph.nodes()], graph.edges())
     faults.clear()
     graph.replace(fill, operation(device, "fill", x, 1.0))
     stream = device.create_stream()
@@ -130,7 +130,7 @@ def test_a_graph_with_both_nodes_is_lost(host_device: Device) -> None:
     device = preload(Device(faults))
     x = device.zeros(N, "f4")
     graph = ost.Graph.create(device)
-    fill = graph.add_memset(x, 0)
+    fill = graph.add_fill(x, 0)
     faults.fail("graph_remove_node", times=2)  # of the old one, and of the new one
     with pytest.raises(GraphError, match="replacing"):
         graph.replace(fill, operation(device, "fill", x, 1.0))
@@ -144,7 +144,7 @@ def test_a_replacement_that_is_interrupted_is_made_or_not(host_device: Device) -
 
     def built() -> tuple[ost.Graph, ost.Node]:
         graph = ost.Graph.create(host_device)
-        fill = graph.add_memset(x, 0)
+        fill = graph.add_fill(x, 0)
         graph.add_operation(operation(host_device, "scale", x), after=[fill])
         return graph, fill
 
@@ -158,8 +158,8 @@ def test_a_replacement_that_is_interrupted_is_made_or_not(host_device: Device) -
         if graph.only_to_read:  # the driver was interrupted, which CUDA cannot be
             assert where is not None and "driver/host" in where
             continue
-        assert len(graph) == 2 and len(graph.edges) == 1, where
-        made = fill.handle not in {node.handle for node in graph.nodes}
+        assert len(graph) == 2 and len(graph.edges()) == 1, where
+        made = fill.handle not in {node.handle for node in graph.nodes()}
         graph.instantiate().launch(stream)
         assert (x.to_numpy(stream) == 2 * made).all(), where
 
@@ -172,10 +172,10 @@ def test_random_graphs_keep_their_order(device: Device, seed: int) -> None:
     graph, nodes = ost.Graph.create(device), list[ost.Node]()
     for i in range(count):
         after = [node for node in nodes if rng.random() < 0.3]
-        nodes.append(graph.add_memset(x, i, 1, after=after))
+        nodes.append(graph.add_fill(x, i, after=after))
     place = {node.handle: i for i, node in enumerate(nodes)}
-    before = sorted((place[e.source], place[e.target]) for e in graph.edges)
+    before = sorted((place[e.source], place[e.target]) for e in graph.edges())
     for i in rng.permutation(count)[: count - 2].tolist():
         place[graph.replace(nodes[i], operation(device, "fill", x, float(i))).handle] = i
-    assert sorted((place[e.source], place[e.target]) for e in graph.edges) == before
-    assert sorted(place[node.handle] for node in graph.nodes) == [*range(count)]
+    assert sorted((place[e.source], place[e.target]) for e in graph.edges()) == before
+    assert sorted(place[node.handle] for node in graph.nodes()) == [*range(count)]

@@ -120,7 +120,7 @@ STATES: list[tuple[Callable[[Made], str], tuple[str, ...]]] = [
     (lambda m: repr(m.lost()), ("<Graph ", "lost")),
     (lambda m: repr(m.conditional()), ("<Conditional WHILE", "node 0", "1 bodies")),
     (lambda m: repr(m.conditional().bodies[0]), ("<Graph ", "not owned")),
-    (lambda m: repr(m.graph().nodes[0]), ("<Node 0 KERNEL 'scale'>",)),
+    (lambda m: repr(m.graph().nodes()[0]), ("<Node 0 KERNEL 'scale'>",)),
     (lambda m: repr(m.graph().instantiate()), ("<GraphExec ", "ready")),
     (lambda m: repr(m.closed(m.graph().instantiate())), ("<GraphExec ", "closed")),
     (lambda m: repr(m.capture(ended=True)), ("<Capture ", "ended")),

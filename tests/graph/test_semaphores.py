@@ -88,19 +88,19 @@ def graph_of(device: Device, count: Any) -> ost.Graph:
     for made in (inner, graph):
         semaphore = made.add_empty()
         made.add_kernel(increment, config(1), count, 1, after=[semaphore])
-    graph.add_child(inner, after=[graph.nodes[1]])
+    graph.add_child(inner, after=[graph.nodes()[1]])
     return graph
 
 
 def test_a_semaphore_is_shown(device: Device, kind: NodeKind) -> None:
     graph, word = graph_of(device, device.zeros(1, np.int32)), kind.name.lower()
-    first, second, child = graph.nodes
+    first, second, child = graph.nodes()
     inside = child.children[0][0]
-    assert [node.index for node in graph.nodes] == [0, 1, 2]
+    assert [node.index for node in graph.nodes()] == [0, 1, 2]
     for node in (first, inside):
         assert (node.kind, node.name, node.params) == (kind, word, OPAQUE)
         assert tuple(node.arguments) == ()
-    assert {(edge.source, edge.target) for edge in graph.edges} == {
+    assert {(edge.source, edge.target) for edge in graph.edges()} == {
         (first.handle, second.handle),
         (second.handle, child.handle),
     }
@@ -118,7 +118,7 @@ def test_a_semaphore_is_compared(device: Device, reader: Reader) -> None:
     graph, same, changed = (graph_of(device, count) for _ in range(3))
     assert not graph.diff(same) and graph.digest() == same.digest()
     reader.others.add(changed.handle)
-    assert changed.nodes[0].kind is reader.other
+    assert changed.nodes()[0].kind is reader.other
     assert changed.digest() != graph.digest()
     text = str(graph.diff(changed))
     for sign, kind in (("-", reader.kind), ("+", reader.other)):
@@ -131,13 +131,13 @@ def test_a_graph_with_a_semaphore_can_be_changed_and_launched(
     count, other = (device.zeros(1, np.int32) for _ in range(2))
     stream, run = device.create_stream(), graph_of(device, count).instantiate()
     run.launch(stream)
-    run.patch(1, 1, 10)
+    run.set(1, 1, 10)
     run.launch(stream)
     run.rebind({count: other})
     run.launch(stream)
     assert (count.to_numpy(stream)[0], other.to_numpy(stream)[0]) == (2 + 11, 11)
     with pytest.raises(NodeKindError, match=rf"node 0 \({kind.name.lower()}\).*{kind.name}"):
-        run.patch(0, 0, 1)
+        run.set(0, 0, 1)
 
 
 def test_a_semaphore_is_in_no_file(device: Device, kind: NodeKind, tmp_path: Path) -> None:

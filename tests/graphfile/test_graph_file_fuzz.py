@@ -49,7 +49,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         record = graph.add_event_record(event, after=[branch.node])
         alloc = graph.add_alloc(8, after=[record])
         fill = ost.Graph.create(device)
-        fill.add_memset(x[:1], 3, 4)
+        fill.add_fill(x[:1], 3)
         child = graph.add_child(fill, after=[alloc])
         graph.add_free(alloc.alloc.address, after=[child])
         weights = device.array([1.5], "f4")

@@ -57,7 +57,7 @@ class Drawn:
 
     def _add(self, graph: ost.Graph, name: str, *args: Any) -> None:
         """In the order of a line, or beside others where nothing that was written is read."""
-        nodes = graph.nodes
+        nodes = graph.nodes()
         getattr(graph, name)(*args, after=nodes[-1:])
 
     def _write(self, graph: ost.Graph, target: ost.Buffer) -> None:
@@ -69,14 +69,14 @@ class Drawn:
                 numbers = rng.randrange(-3, 4), rng.randrange(100)
                 self._add(graph, "add_kernel", made, ONE, target, source, *numbers, N)
             case 1:
-                self._add(graph, "add_memset", target, rng.randrange(256))
+                self._add(graph, "add_fill", target.view(dtype=np.uint8), rng.randrange(256))
             case 2 if source.address != target.address:
-                self._add(graph, "add_memcpy", target, source)
+                self._add(graph, "add_copy", target, source)
             case 3 if source.address != target.address:
                 half = MemcpyNodeParams(target.address, source.address, 8, N // 2, 1, 8, 8)
-                graph.add(half, after=graph.nodes[-1:], keep=[target, source])
+                graph.add(half, after=graph.nodes()[-1:], keep=[target, source])
             case _:
-                self._add(graph, "add_memset", target, rng.randrange(1 << 16), 2)
+                self._add(graph, "add_fill", target.view(dtype=np.uint16), rng.randrange(1 << 16))
                 self._accumulate(graph, source, target)
 
     def _accumulate(self, graph: ost.Graph, source: ost.Buffer, target: ost.Buffer) -> None:
@@ -93,11 +93,11 @@ class Drawn:
             child = ost.Graph.create(self.device)
             for _ in range(rng.randint(1, 3)):
                 self._step(child, 2)  # a child has no conditional nodes
-            graph.add_child(child, after=graph.nodes[-1:])
+            graph.add_child(child, after=graph.nodes()[-1:])
         elif what == 1 and depth == 0:
             handle = graph.condition(rng.randrange(2))
             self._add(graph, "add_kernel", kernel(self.device, choose), ONE, self._source(), handle)
-            branch = graph.add_conditional("if", handle, size=2, after=graph.nodes[-1:])
+            branch = graph.add_conditional("if", handle, size=2, after=graph.nodes()[-1:])
             before = list(self.written)
             for body in branch.bodies:
                 for _ in range(rng.randint(1, 2)):

@@ -124,7 +124,7 @@ class OnCpu(Torch):
                         into.copy_(new)
 
         graph = ost.Graph.create(self.device)
-        graph.add_host(again)
+        graph.add_call(again)
         return graph, result
 
     def stager(self, buffers: Any) -> Any:
@@ -154,7 +154,7 @@ class OnTape(OnCpu):
         finally:
             tape.undo()
         graph = ost.Graph.create(self.device)
-        graph.add_host(tape.play)
+        graph.add_call(tape.play)
         return graph, result
 
 

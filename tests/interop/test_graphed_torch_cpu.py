@@ -554,7 +554,7 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
     made = torch.empty(3), torch.empty(2, 2)
     captured.recipes, captured.give = (*map(library.recipe, made),), list
 
-    def patch(node: int, argument: int, data: bytes) -> None:
+    def set_argument(node: int, argument: int, data: bytes) -> None:
         assert (node, argument) == (7, 0)
         noted.append(struct.unpack("32Q", data))
 
@@ -562,7 +562,7 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
         assert (name, its) == ("key", stream)
         while before:
             before.pop()()
-        return change(SimpleNamespace(patch=patch)) is None
+        return change(SimpleNamespace(set=set_argument)) is None
 
     checks = Checks(library)
     checks.arguments(["x"], [x], GraphedOptions())

@@ -78,7 +78,7 @@ def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) 
         one.begin(stream, places(inputs))
         ost.fill(stream, other, 1)
         one.end(stream, places(outputs))
-    found = one.find(capture.graph.nodes, count, tuple(range(outs)))
+    found = one.find(capture.graph.nodes(), count, tuple(range(outs)))
     run = capture.graph.instantiate()
     for _ in range(3):
         given = [

@@ -312,9 +312,9 @@ def test_profiling_times_every_operation_eagerly(decoder: Decoder) -> None:
 
 def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
     graph = decoder.graph()
-    names = [node.name for node in graph.nodes]
+    names = [node.name for node in graph.nodes()]
     assert names == [call.kernel for call in decoder.program()]
-    assert len(decoder.graph(3, sampled=False).nodes) == len(names) - 2
+    assert len(decoder.graph(3, sampled=False).nodes()) == len(names) - 2
     assert str(decoder.program()[-1]).startswith("sample(live=live, logits=logits, options=options")
     assert repr(decoder) == (
         "<Decoder of 2 layers, hidden 64, on host: 1 sequences of 128 positions>"

@@ -226,11 +226,11 @@ def test_the_graph_is_a_programmatic_chain(gpu: Device, build: str) -> None:
                 decoder.decode()
             graph = recording.build()
         launches = bound_launches(decoder)
-        assert [node.name for node in graph.nodes] == [one.kernel.name for one in launches]
-        place = {node.handle: index for index, node in enumerate(graph.nodes)}
-        edges = sorted((place[edge.source], place[edge.target]) for edge in graph.edges)
+        assert [node.name for node in graph.nodes()] == [one.kernel.name for one in launches]
+        place = {node.handle: index for index, node in enumerate(graph.nodes())}
+        edges = sorted((place[edge.source], place[edge.target]) for edge in graph.edges())
         assert edges == [(i, i + 1) for i in range(len(place) - 1)]
-        early = {place[e.target] for e in graph.edges if e.data.type is EdgeType.PROGRAMMATIC}
+        early = {place[e.target] for e in graph.edges() if e.data.type is EdgeType.PROGRAMMATIC}
         assert early == {i for i, one in enumerate(launches) if one.config.programmatic}
         # All but the first, and the second where it reads what `embed` wrote before it waits.
         assert len(early) >= len(launches) - 2
@@ -257,7 +257,7 @@ def test_profiling_times_every_kernel(gpu: Device) -> None:
         with decoder.profile() as times:
             assert run(decoder, 3) == wanted
         with decoder.graph() as graph:  # of a token; the prompt has others beside
-            assert {node.name for node in graph.nodes} <= set(times.by_kernel())
+            assert {node.name for node in graph.nodes()} <= set(times.by_kernel())
 
 
 # ------------------------------------------------------------------------------ batches and padding

@@ -249,8 +249,8 @@ def test_a_step_is_kernels_of_ours_and_of_the_library(gpu: Device) -> None:
     with open_decoder(gpu, SHAPES[FIRST], sequences=16) as decoder:
         decoder.prefill(RandomModel(SHAPES[FIRST]).tokens(100, seed=1))
         for graph in (decoder.graph(128), decoder.graph(16)):
-            kinds = {node.kind.name for node in graph.nodes}
+            kinds = {node.kind.name for node in graph.nodes()}
             assert kinds <= {"KERNEL", "MEMSET"}
-            names = [node.name for node in graph.nodes]
+            names = [node.name for node in graph.nodes()]
             assert names.count("silu_rows") == SHAPES[FIRST].layers
         assert used(decoder)

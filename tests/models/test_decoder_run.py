@@ -386,7 +386,7 @@ def test_reading_does_not_end_a_run(decoder: Decoder, wanted: dict[str, list[Any
             context = decoder.plan.sizes.context
             bound = decoder.backend.bind(decoder.program(), decoder.config, 1, context)
             with decoder.graph() as graph:
-                assert len(graph.nodes) == len(bound)
+                assert len(graph.nodes()) == len(bound)
     assert tokens == wanted["PROMPT"][:13]
 
 
@@ -542,9 +542,9 @@ def test_an_array_of_numpy_is_a_prompt(decoder: Decoder, wanted: dict[str, list[
 
 def test_a_graph_can_be_read_while_its_step_is_profiled(decoder: Decoder) -> None:
     decoder.prefill(PROMPT)
-    plain = [node.name for node in decoder.graph().nodes]
+    plain = [node.name for node in decoder.graph().nodes()]
     with decoder.profile():
-        assert [node.name for node in decoder.graph().nodes] == plain
+        assert [node.name for node in decoder.graph().nodes()] == plain
 
 
 # ----------------------------------------------------------------------------------------- logits
@@ -969,7 +969,7 @@ def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
         return tuple(replace(o, config=replace(o.config, programmatic=True)) for o in bound)
 
     def picky(self: Graph, **options: Any) -> Any:
-        inside = [n for node in self.nodes for body in node.children for n in body]
+        inside = [n for node in self.nodes() for body in node.children for n in body]
         if any(node.kernel.config.programmatic for node in inside):
             refused.append(self)
             raise GraphError("not in here")

@@ -250,7 +250,7 @@ class AdapterByIndex(Programme):
 
 @plant(
     Caught.CHECK,
-    r"src of operation 0 \(memcpy\) is 0x\w+ in the graph and 0x\w+ now",
+    r"src of operation 0 \(copy\) is 0x\w+ in the graph and 0x\w+ now",
     thread="microsoft/onnxruntime#32121",
     cause=Cause.FROZEN,
     verify=1,

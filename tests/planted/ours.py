@@ -263,7 +263,7 @@ _FAULTS = (
         "captured-work-is-recorded",
         "What a recorded run captures is taken for work that ran, and replays do it twice.",
         "ostinato.graph.recording:Recording._is_captured",
-        "return stream.is_capturing",
+        "return stream.is_capturing()",
         "return False",
         (FOOTGUNS + "captures.py::test_what_is_captured_in_a_recording_did_not_run",),
     ),
@@ -779,7 +779,7 @@ _FAULTS = (
     Fault(
         "set-copy-is-dropped",
         "An executable does not keep the buffers that a copy was set to.",
-        "ostinato.graph.executable:GraphExec.set_memcpy",
+        "ostinato.graph.executable:GraphExec._set_copy",
         '(("dst", dst), ("src", src))',
         "()",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
@@ -787,7 +787,7 @@ _FAULTS = (
     Fault(
         "set-launch-is-dropped",
         "An executable does not keep the buffers of a launch that a node was set to.",
-        "ostinato.graph.executable:GraphExec.set_params",
+        "ostinato.graph.executable:GraphExec._set_params",
         "enumerate(owners)",
         "enumerate(())",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
@@ -953,7 +953,7 @@ _FAULTS = (
         "staged-write-is-captured",
         "A staged write becomes a node that copies whatever its entry holds at each replay.",
         "ostinato.state.staging:StagingRing.write",
-        "if stream.capture_info.status is not CaptureStatus.NONE:",
+        "if stream.capture_info().status is not CaptureStatus.NONE:",
         "if False:",
         (
             FOOTGUNS + "values.py::test_a_staged_value_is_not_baked_into_a_graph",

@@ -127,7 +127,7 @@ class Executable:
         outer, *rest = self.place(op)
         if not rest:
             return outer
-        node = self.run.nodes[outer]
+        node = self.run.nodes()[outer]
         for body, index in zip(rest[::2], rest[1::2], strict=True):
             node = node.children[body][index]
         return node
@@ -273,11 +273,11 @@ class GraphRules(World):
 
     def add(self, graph: ost.Graph, op: Op, after: tuple[ost.Node, ...]) -> ost.Node:
         if isinstance(op, Copy):
-            return graph.add_memcpy(self.buffer(op.dst), self.buffer(op.src), after=after)
+            return graph.add_copy(self.buffer(op.dst), self.buffer(op.src), after=after)
         if isinstance(op, Fill):
-            return graph.add_memset(self.buffer(op.dst), op.value, 4, after=after)
+            return graph.add_fill(self.buffer(op.dst), op.value, after=after)
         if isinstance(op, Mark):
-            return graph.add_host(op.token, after=after)
+            return graph.add_call(op.token, after=after)
         if isinstance(op, Signal):
             assert isinstance(op.event, ost.Event)
             return graph.add_event_record(op.event, after=after)
@@ -433,7 +433,7 @@ class GraphRules(World):
             if not (chosen.graph.closed or (chosen.single and how == "sync")):
                 # With "sync" it goes with the capture.
                 into = chosen.graph.clone() if how == "sync" else chosen.graph
-        before = None if into is None else [node.handle for node in into.nodes]
+        before = None if into is None else [node.handle for node in into.nodes()]
 
         def attempt() -> None:
             with ost.capture(on.stream, into=into):
@@ -455,12 +455,12 @@ class GraphRules(World):
             self.device.context.end_abandoned()
         else:
             self.refuses(attempt, InputError if how == "raise" else CaptureError)
-        assert not on.stream.is_capturing
+        assert not on.stream.is_capturing()
         assert self.faults.faults == []
         if into is not None and how == "sync":
-            self.refuses(lambda: into.nodes, GraphError)
+            self.refuses(lambda: into.nodes(), GraphError)
             into.close()
-        elif into is not None and [node.handle for node in into.nodes] != before:
+        elif into is not None and [node.handle for node in into.nodes()] != before:
             # CUDA takes no node out of a graph that allocates: half a capture stays in it.
             assert any(isinstance(op, Through) for op in chosen.ops)
             self.refuses(into.instantiate, GraphError)
@@ -583,7 +583,7 @@ class GraphRules(World):
             definition = self.definitions[which % len(self.definitions)]
             if how == "close graph":
                 definition.graph.close()  # stays among them: it must be refused
-                self.refuses(lambda: definition.graph.nodes)
+                self.refuses(lambda: definition.graph.nodes())
             else:
                 self.definitions.remove(definition)
         elif "graph" not in how and self.executables:
@@ -618,7 +618,9 @@ class GraphRules(World):
         else:
             assert refusal is None or not certain, f"{refusal.__name__} was expected"
             executable.ops = after()
-        assert not (executable.unusable and executable.run.usable), "nobody knows what it would run"
+        assert not (executable.unusable and executable.run.usable()), (
+            "nobody knows what it would run"
+        )
 
     def simple(self, executable: Executable, kinds: type | tuple[type, ...], n: int) -> Op | None:
         """One of its operations of these kinds."""
@@ -662,11 +664,11 @@ class GraphRules(World):
             run, node = executable.run, executable.node(old)
             way = to // 2 % 3
             if way == 0:
-                run.patch(node, argument, value)
+                run.set(node, argument, value)
             elif way == 1:
                 run.patcher(node, argument)(value)
             else:
-                run.patch_all([(node, argument, value)])
+                run.set_all([(node, argument, value)])
 
         self.changes(executable, change, lambda: self.swapped(executable, old, new))
 
@@ -688,11 +690,11 @@ class GraphRules(World):
         def change() -> None:
             node, run = executable.node(old), executable.run
             if isinstance(new, Copy):
-                run.set_memcpy(node, self.buffer(new.dst), self.buffer(new.src))
+                run.set(node, dst=self.buffer(new.dst), src=self.buffer(new.src))
             elif isinstance(new, Fill):
-                run.set_memset(node, self.buffer(new.dst), new.value, 4)
+                run.set(node, dst=self.buffer(new.dst), value=new.value)
             else:
-                run.set_params(node, self.prepared(new))
+                run.set(node, self.prepared(new))
 
         self.changes(
             executable,
@@ -714,7 +716,7 @@ class GraphRules(World):
             kept = old.attributes == new.attributes
             self.changes(
                 executable,
-                lambda: executable.run.set_config(executable.node(old), self.shape(new)),
+                lambda: executable.run.set(executable.node(old), config=self.shape(new)),
                 lambda: self.swapped(executable, old, new),
                 None if kept and not programmatic(old, new) else UpdateRefusedError,
                 certain=not kept and not programmatic(old, new),
@@ -728,7 +730,7 @@ class GraphRules(World):
             shape = ost.LaunchConfig(grid=blocks, block=8)
             self.changes(
                 executable,
-                lambda: executable.run.set_config(executable.node(old), shape),
+                lambda: executable.run.set(executable.node(old), config=shape),
                 lambda: self.swapped(executable, old, replace(old, blocks=blocks)),
             )
 
@@ -747,7 +749,7 @@ class GraphRules(World):
         together = isinstance(old, Seen) and old.cooperative  # docs/driver-faults.md
         self.changes(
             executable,
-            lambda: executable.run.set_enabled(executable.node(old), on),
+            lambda: executable.run.set(executable.node(old), enabled=on),
             after,
             UpdateRefusedError if together and not on else None,
         )

@@ -105,12 +105,12 @@ def a_rebound_pointer_loses_its_offset(
     )
 
 
-@mutation(GraphExec, "set_enabled")
+@mutation(GraphExec, "_set_enabled")
 def nothing_is_switched_off(right: Method, self: GraphExec, node: Any, enabled: bool) -> None:
     right(self, node, True)
 
 
-@mutation(GraphExec, "set_config")
+@mutation(GraphExec, "_set_config")
 def a_launch_shape_is_not_set(right: Method, self: GraphExec, node: Any, config: Any) -> None:
     pass
 

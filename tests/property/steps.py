@@ -78,7 +78,7 @@ class Work:
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         """The step's function."""
-        if self.fail == "first" or (self.fail == "captured" and stream.is_capturing):
+        if self.fail == "first" or (self.fail == "captured" and stream.is_capturing()):
             raise _Interrupted("mine")
         self.submit(stream, sizes)
 
@@ -230,9 +230,7 @@ class Looped(Work):
         x, w, real = self.buffer(self.x), self.buffer(self.w), sizes.on_device("times")
         shape = config(SIZE)
         weigh = graph.add_kernel(kernel(device, "weigh_all"), shape, x, w, tmp, 0, SIZE)
-        times = graph.add_memcpy(
-            count[0:1], real.buffer.view(dtype=np.int32, shape=1), after=[weigh]
-        )
+        times = graph.add_copy(count[0:1], real.buffer.view(dtype=np.int32, shape=1), after=[weigh])
         begin = kernel(device, "begin_loop"), config(1), count, condition
         decide = graph.add_kernel(*begin, after=[times])
         loop = graph.add_conditional("while", condition, after=[decide])

@@ -487,7 +487,7 @@ class World:
         on = self.lane(lane)
         self.let_go()
         on.stream.synchronize()
-        assert on.stream.done
+        assert on.stream.done()
 
     @rule(0.5)
     def collect(self) -> None:

@@ -205,7 +205,7 @@ def test_the_graph_has_the_scan_of_its_key(host_joiner: Joiner, rows: int, kerne
     for key in list(host_joiner.cache.keys()):
         run = host_joiner.cache.get(key)
         assert run is not None
-        names = [node.name for node in run.nodes]
+        names = [node.name for node in run.nodes()]
         if not hasattr(key, "scan"):
             assert names == ["begin", "insert", "starts", "fill"]
             continue
@@ -450,10 +450,10 @@ def test_columns_live_until_the_join_is_done_and_no_longer(joiner: Joiner) -> No
         del left, right
         gc.collect()
         assert all(one() is not None for one in seen)
-        assert not pending.done
+        assert not pending.done()
         held.release()
     np.testing.assert_array_equal(pairs(pending.result()), in_order(rows, rows[::-1]))
-    assert pending.done
+    assert pending.done()
     gc.collect()
     assert all(one() is None for one in seen)
 
@@ -725,7 +725,7 @@ def test_a_device_that_is_closed_before_its_joiner() -> None:
     assert len(done.result()) == 1
     pending = joiner.submit(left, left, "k")
     device.close()
-    assert not pending.done and done.done
+    assert not pending.done() and done.done()
     with pytest.raises(ClosedError):
         pending.result()
     with pytest.raises(ClosedError):

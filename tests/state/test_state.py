@@ -228,7 +228,7 @@ def test_a_closed_ring_takes_nothing_and_keeps_what_is_under_way(device: Device)
         ring.write(x, b"11111111", stream)
         ring.close()
         ring.close()
-        assert not stream.done  # the first write is not waited for
+        assert not stream.done()  # the first write is not waited for
         with pytest.raises(ClosedError, match="ring"):
             ring.write(x, b"22222222", stream)
     assert x.to_numpy(stream).tobytes() == b"11111111"

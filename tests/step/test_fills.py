@@ -29,9 +29,9 @@ def replaced(device: Device, at: int, size: int) -> None:
     first = graph.add(fill, keep=[x])
     second = graph.add(gaps, after=[first], keep=[x])
     large = device.zeros(1 << 16, "u1")
-    graph.add_memset(large, 1, after=[second])
+    graph.add_fill(large, 1, after=[second])
     assert ost.lowlevel.replace_small_fills(device, graph) == 1
-    assert sorted(node.name for node in graph.nodes) == ["memset", "memset", FILL]
+    assert sorted(node.name for node in graph.nodes()) == ["memset", "memset", FILL]
     assert ost.lowlevel.replace_small_fills(device, graph) == 0
     graph.instantiate().launch(stream)
     wanted = values.copy()
@@ -74,7 +74,7 @@ def test_a_captured_fill_between_kernels(device: Device) -> None:
         ost.fill(stream, x, 0x40)
         stream.submit(scale)
     assert ost.lowlevel.replace_small_fills(device, capture.graph) == 1
-    assert [node.kind for node in capture.graph.nodes] == [ost.NodeKind.KERNEL] * 3
+    assert [node.kind for node in capture.graph.nodes()] == [ost.NodeKind.KERNEL] * 3
     other.graph.instantiate().launch(stream)
     wanted = x.to_numpy(stream)
     x.set(np.zeros(300, "f4"), stream)
@@ -86,7 +86,7 @@ def test_a_captured_fill_between_kernels(device: Device) -> None:
 def test_what_cannot_be_replaced_is_left_or_said(device: Device, host_device: Device) -> None:
     x = device.zeros(300, "f4")
     graph = ost.Graph.create(device)
-    graph.add_memset(x, 1)
+    graph.add_fill(x, 1)
     if device is not host_device:
         with pytest.raises(InputError, match="is not of"):
             ost.lowlevel.replace_small_fills(host_device, graph)
@@ -98,8 +98,8 @@ def test_what_cannot_be_replaced_is_left_or_said(device: Device, host_device: De
     graph.instantiate().close()
     with pytest.raises(GraphError, match="an executable"):
         ost.lowlevel.replace_small_fills(device, graph)
-    assert [node.name for node in graph.nodes] == ["memset"]
+    assert [node.name for node in graph.nodes()] == ["memset"]
     allocating = ost.Graph.create(device)
-    allocating.add_memset(x, 1)
+    allocating.add_fill(x, 1)
     allocating.add_alloc(64)
     assert ost.lowlevel.replace_small_fills(device, allocating) == 0

@@ -152,7 +152,7 @@ class CacheModel(RuleBasedStateMachine):
     @rule(key=KEYS, by=AMOUNT)
     def patch(self, key: object, by: int) -> None:
         if key in self.model:
-            self.model[key].run.patch(0, "by", by)
+            self.model[key].run.set(0, "by", by)
             self.model[key].by = by
 
     @rule(key=KEYS)

@@ -216,10 +216,10 @@ def test_a_changed_replay_launches_its_own_change(
     others: list[Future[bool]] = []
 
     def other(run: ost.GraphExec) -> None:
-        run.patch(0, 1, 10)
+        run.set(0, 1, 10)
 
     def change(run: ost.GraphExec) -> None:
-        run.patch(0, 1, 100)
+        run.set(0, 1, 100)
         others.append(pool.submit(cache.replay, "a", stream, other))
         wait(others, timeout=0.2)  # it waits for this replay
 

@@ -131,9 +131,9 @@ def test_a_patched_executable_is_not_saved(host_device: Device, tmp_path: Path) 
     store = model.store(tmp_path / "store")
     model.run(cache, store, 1)
     with cache.hold(("step", 1)) as run:
-        assert not run.changed
-        run.patch(0, "m", 7)
-        assert run.changed
+        assert not run.changed()
+        run.set(0, "m", 7)
+        assert run.changed()
     assert "was changed since it was made" in store.save_cache(cache)["step", 1]
     assert ("step", 1) not in store
 
@@ -242,9 +242,9 @@ def test_a_restored_graph_that_was_added_to_is_saved(host_device: Device, folder
     model, cache = Model(host_device), ost.GraphCache(host_device)
     store = model.store(folder)
     loaded = store.restore(("step", 2))
-    assert loaded is not None and loaded.as_saved
-    loaded.add_kernel(model.kernels[1], ONE, model.w, model.y, 2, after=loaded.nodes[-1:])
-    assert not loaded.as_saved
+    assert loaded is not None and loaded.as_saved()
+    loaded.add_kernel(model.kernels[1], ONE, model.w, model.y, 2, after=loaded.nodes()[-1:])
+    assert not loaded.as_saved()
     cache.install(("step", 2), loaded.instantiate())
     assert store.save_cache(cache) == {}
     assert model.run(ost.GraphCache(host_device), model.store(folder), 2) == [22, 24]
@@ -255,10 +255,10 @@ def test_a_restored_graph_with_another_node_is_saved(host_device: Device, folder
     model, cache = Model(host_device), ost.GraphCache(host_device)
     store = model.store(folder)
     loaded = store.restore(("step", 2))
-    assert loaded is not None and loaded.as_saved
+    assert loaded is not None and loaded.as_saved()
     other = ost.prepare(model.kernels[1], ONE, model.w, model.y, 2)
-    loaded.replace(loaded.nodes[-1], other)
-    assert not loaded.as_saved
+    loaded.replace(loaded.nodes()[-1], other)
+    assert not loaded.as_saved()
     run = loaded.instantiate()
     run.launch(model.stream)
     answer = model.y.to_numpy(model.stream).tolist()

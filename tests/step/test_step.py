@@ -377,7 +377,7 @@ def test_a_size_that_the_device_does_not_have_joins_no_capture(device: Device) -
         with pytest.raises(CaptureError, match="rows is 8 on the device and 3 is wanted"):
             rows.step(rows=3)
         rows.step(rows=8)
-    assert [node.kind.name for node in outer.graph.nodes] == ["MEMSET", "KERNEL"]  # with the size
+    assert [node.kind.name for node in outer.graph.nodes()] == ["MEMSET", "KERNEL"]  # with the size
     rows.step(rows=3)
     expected = x.copy()
     expected[:3] *= 2
@@ -388,7 +388,7 @@ class ReadsLate(Rows):
     """It asks for its size in a capture only."""
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
-        if stream.is_capturing:
+        if stream.is_capturing():
             super().run(stream, sizes)
 
 
@@ -790,7 +790,7 @@ def test_preload_comes_before_the_first_capture_and_once(device: Device) -> None
     seen = []
 
     def preload() -> object:
-        seen.append(stream.is_capturing)
+        seen.append(stream.is_capturing())
         return device.modules.preload([(source, "late")])
 
     def work(stream: ost.Stream, sizes: ost.Sizes) -> None:

@@ -386,7 +386,7 @@ def test_a_changed_graph_is_not_saved(host_device: Device, tmp_path: Path) -> No
     rig.call(3), rig.call(3)
     (key,) = rig.step.cache.keys()
     with rig.step.cache.hold(key) as run:
-        run.set_enabled(0, False)
+        run.set(0, enabled=False)
     assert "was changed since it was made" in "".join(rig.step.save().values())
 
 

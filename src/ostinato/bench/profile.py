@@ -311,7 +311,7 @@ def _operations(graph: ost.Graph) -> list[ost.Operation]:
     """Returns the operations that were submitted to capture the graph, in order.  Raises InputError
     for a graph with other nodes."""
     found = []
-    for node in graph.nodes:
+    for node in graph.nodes():
         label = graph.labels.get(node.handle)
         if label is None or label.operation is None or node.kind is not ost.NodeKind.KERNEL:
             raise InputError(

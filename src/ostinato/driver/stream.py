@@ -164,7 +164,6 @@ class Event(Closeable):
             raise ClosedError("the event is closed; create another")
         return self._handle
 
-    @property
     def done(self) -> bool:
         """True if the work before its last record is done, or if it was never recorded.
 
@@ -175,7 +174,7 @@ class Event(Closeable):
             return self.context.driver.event_query(self._awaited())
 
     def synchronize(self) -> None:
-        """Waits for the work before its last record.  Raises as `done`."""
+        """Waits for the work before its last record.  Raises as `done()`."""
         with self.context.reporting():
             self.context.driver.event_synchronize(self._awaited())
         if self.context.failures:
@@ -185,8 +184,8 @@ class Event(Closeable):
         """Waits like `synchronize`, in asyncio (`await event.wait_async()`); the loop goes on.
 
         A thread waits meanwhile; for an event made with `blocking` the thread sleeps.  Any number
-        of tasks may wait; cancelling a task does not disturb the others.  Raises as `done`, and the
-        error of a context that fails meanwhile.
+        of tasks may wait; cancelling a task does not disturb the others.  Raises as `done()`, and
+        the error of a context that fails meanwhile.
         """
         driver, owner, handle = self.context.driver, self.owner, self._awaited()
 
@@ -255,7 +254,7 @@ def handle_of(event: Event, context: Context) -> EventHandle:
 
 @elsewhere(
     sync="synchronize() waits for its work",
-    query="done says whether all its work is done",
+    query="done() says whether all its work is done",
     wait_event="wait(event) makes later work wait for an event",
     wait_stream="wait(other.record()) makes later work wait for another stream",
 )
@@ -381,7 +380,7 @@ class Stream(Closeable):
         Raises the errors of `submit`.
         """
         operation.require_usable(self.context)
-        if self.context.captures or self.is_capturing:
+        if self.context.captures or self.is_capturing():
             self.submit(operation)  # a capture, also of another stream, forbids making graphs
             return
         driver, retire = self.context.driver, self.context.retire
@@ -489,7 +488,6 @@ class Stream(Closeable):
         else:
             await self.record(Event(self.context, blocking=True)).wait_async()
 
-    @property
     def done(self) -> bool:
         """True if all its work is done.  Raises DriverError (status 900) while it captures."""
         return self.guarded("done", self.context.driver.stream_query, CallKind.ONCE)
@@ -513,17 +511,15 @@ class Stream(Closeable):
         return result
 
     # --- capture state
-    @property
     def capture_info(self) -> CaptureInfo:
         """The state of the capture on this stream, also of one that another library began; a
         dropped capture of this library is ended first."""
         self.context.end_abandoned()
         return self.context.driver.stream_capture_info(self._require_open())
 
-    @property
     def is_capturing(self) -> bool:
         """True while a capture, sound or broken, is under way on this stream."""
-        return self.capture_info.status is not CaptureStatus.NONE
+        return self.capture_info().status is not CaptureStatus.NONE
 
     # --- lifetime
     @uninterrupted

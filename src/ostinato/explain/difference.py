@@ -49,9 +49,9 @@ def _launches(items: Sequence[Node | Operation]) -> list[_Launch]:
         if isinstance(item.params, KernelNodeParams):
             found.append(_Launch(item.name, item.params, item.signature))
         elif isinstance(item.params, MemcpyNodeParams):
-            found.append(_Launch("memcpy", item.params, None))
+            found.append(_Launch("copy", item.params, None))
         elif isinstance(item.params, MemsetNodeParams):
-            found.append(_Launch("memset", item.params, None))
+            found.append(_Launch("fill", item.params, None))
     return found
 
 

@@ -31,7 +31,7 @@ def unordered(graph: Graph, operations: Sequence[Operation]) -> tuple[Operation,
     operations in its bodies.  Operations whose memory is not known are left out.
     """
     every = graph.context.driver.graph_nodes(graph.handle)
-    edges = graph.edges
+    edges = graph.edges()
     nodes = list(every)
     if len(edges) == len(nodes) - 1 and _is_chain(nodes, {e.source: e.target for e in edges}):
         return None
@@ -153,7 +153,7 @@ def _reached(graph: Graph, nodes: Sequence[NodeHandle]) -> dict[NodeHandle, int]
     sources: dict[NodeHandle, list[NodeHandle]] = {
         node: [] for node in graph.context.driver.graph_nodes(graph.handle)
     }
-    for edge in graph.edges:
+    for edge in graph.edges():
         sources[edge.target].append(edge.source)
     reached: dict[NodeHandle, int] = {}
     for node in sources:

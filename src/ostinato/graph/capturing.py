@@ -152,7 +152,7 @@ class _Session(Tap):
         context.require_open()
         context.collect()
         self._thread = threading.get_ident()
-        if stream.is_capturing:
+        if stream.is_capturing():
             raise CaptureError(f"a capture could not begin on {stream!r}: {_NOT_BEGUN}")
         context.capture_begun(self, exclusive=self.mode is CaptureMode.GLOBAL)
         # Before the driver's call: later submissions of other threads are refused, and those under
@@ -171,7 +171,7 @@ class _Session(Tap):
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
         self._in_driver = True
         self._serial = next_serial()
-        self._id = stream.capture_info.capture_id
+        self._id = stream.capture_info().capture_id
         if self.trace is not None:
             self.trace.start()
 
@@ -355,7 +355,7 @@ class _Session(Tap):
         """True if a stream is in this capture."""
         if stream.handle == self.stream.handle:
             return True
-        info = stream.capture_info
+        info = stream.capture_info()
         # The driver gives no number for a broken capture.
         return info.status is CaptureStatus.INVALIDATED or (
             info.status is CaptureStatus.ACTIVE and info.capture_id == self._id
@@ -740,7 +740,7 @@ def _inside(driver: Driver, node: NodeHandle) -> Iterator[NodeHandle]:
 
 def _leaves(graph: Graph) -> list[NodeHandle]:
     """Returns the nodes on which no other depends: the next captured work depends on them."""
-    sources = {edge.source for edge in graph.edges}
+    sources = {edge.source for edge in graph.edges()}
     return [n for n in graph.context.driver.graph_nodes(graph.handle) if n not in sources]
 
 

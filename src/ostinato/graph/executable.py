@@ -2,7 +2,7 @@
 
 The driver has no getters on an executable, so a shadow holds what was set: `params(node)` returns
 the parameters of the next launch.  A change is all or nothing (`shadow`); an interruption waits
-until the change is made, except in launches and in `patch` of a single argument.
+until the change is made, except in launches and in changes of a single argument.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -47,12 +47,13 @@ from ostinato.errors import (
     DriverError,
     GraphError,
     InputError,
+    NodeKindError,
     Status,
     StreamCaptureError,
     UpdateRefusedError,
 )
 from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
-from ostinato.graph.graph import Graph, fill_params
+from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 from ostinato.graph.plan import (
     NodeChange,
@@ -66,7 +67,7 @@ from ostinato.graph.plan import (
 from ostinato.graph.shadow import Live, Shadow, Write, inner_words
 from ostinato.graph.words import Touch, whole_place
 from ostinato.memory import Buffer
-from ostinato.memory.buffer import copy_params
+from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 _log = logging.getLogger(__name__)
@@ -74,9 +75,41 @@ _EXACT = (str, int)
 """The types of the names of arguments."""
 
 
-def _patch_of(entry: object) -> tuple[Node | int, int | str, object]:
+class _Nothing:
+    """Stands for a parameter that was not given."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
+_TAKES = {
+    NodeKind.KERNEL: "set(node, argument, value), set(node, config=…), set(node, enabled=…)",
+    NodeKind.MEMCPY: "set(node, dst=…, src=…), set(node, enabled=…)",
+    NodeKind.MEMSET: "set(node, dst=…, value=…), set(node, enabled=True)",
+}
+"""What `set` takes for a node of a kind, beside all of its parameters."""
+_FIXED = {NodeKind.CONDITIONAL, NodeKind.MEM_ALLOC, NodeKind.MEM_FREE}
+
+
+def _takes(node: Node) -> str:
+    if node.kind in _FIXED:
+        return f"a node of kind {node.kind.name} cannot be changed; instantiate again"
+    every = "set(node, parameters) with all of its parameters (a record, or ost.prepare(…))"
+    short = _TAKES.get(node.kind)
+    of_kind = f"a node of kind {node.kind.name} takes"
+    return f"{of_kind} {every}" if short is None else f"{of_kind} {short}, {every}"
+
+
+def _require_kind(node: Node, kind: NodeKind, what: str) -> None:
+    """Raises NodeKindError unless `what` can be set for the node."""
+    if node.kind is not kind:
+        raise NodeKindError(f"node {node.index} ({node.name}) has no {what}: {_takes(node)}")
+
+
+def _single(entry: object) -> tuple[Node | int, int | str, object]:
     if not (isinstance(entry, tuple | list) and len(entry) == 3):
-        raise InputError(f"patch_all: {entry!r} is no (node, argument, value)")
+        raise InputError(f"set_all: {entry!r} is no (node, argument, value)")
     return entry[0], entry[1], entry[2]
 
 
@@ -158,7 +191,7 @@ class GraphExec(Launcher, Closeable):
     """An executable (CUgraphExec), made by `Graph.instantiate`.
 
     It keeps its graph alive, with the memory at which the nodes point, and every buffer to which it
-    was rebound or patched.  It refuses to launch once memory at which it points was closed.
+    was rebound or set.  It refuses to launch once memory at which it points was closed.
     Launches of one executable never overlap.  Changes apply to later launches, not to launches in
     flight, and are thread-safe; `launch` may be called from several threads, ordered by the caller.
 
@@ -177,7 +210,7 @@ class GraphExec(Launcher, Closeable):
         graph.instantiated = True
         self._shadow = Shadow(graph, release.handle)
         self._arguments: dict[tuple[int, int | str], ArgumentSetter] = {}
-        """The setters of arguments that were patched."""
+        """The setters of arguments that were set."""
         self._toggled = False
         self._given_back: deque[MemoryRange] = deque()
         """Memory closed since the last launch that checked, at which the graph may point."""
@@ -212,7 +245,7 @@ class GraphExec(Launcher, Closeable):
         graph.require_launchable()
         if upload is not None:
             require_stream(upload, "instantiate(upload=…)", context)
-            if upload.is_capturing:
+            if upload.is_capturing():
                 raise CaptureError(
                     f"an executable cannot be uploaded on {upload!r}, which is capturing"
                 )
@@ -221,9 +254,9 @@ class GraphExec(Launcher, Closeable):
         except ContextPoisonedError:
             raise
         except DriverError as error:
-            blamed = next((n for n in graph.nodes if n.handle == error.node), None)
+            blamed = next((n for n in graph.nodes() if n.handle == error.node), None)
             what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
-            misplaced = wrongly_in_a_body(graph.nodes)
+            misplaced = wrongly_in_a_body(graph.nodes())
             if misplaced:
                 what = f" at {misplaced}: {BODY_RULE}. The driver says"
             raise GraphError(f"instantiating the graph failed{what}: {error}") from error
@@ -255,7 +288,6 @@ class GraphExec(Launcher, Closeable):
             raise ClosedError("the executable graph is closed; instantiate it again")
         return self._handle
 
-    @property
     def usable(self) -> bool:
         """True if it can be launched: it is open, it has no half-done change, and no memory at
         which it points was closed."""
@@ -267,7 +299,7 @@ class GraphExec(Launcher, Closeable):
 
     @property
     def suspect(self) -> bool:
-        """True if `usable` may be False: a cheap check before each replay."""
+        """True if `usable()` may be False: a cheap check before each replay."""
         return bool(self._given_back or self._shadow.unusable or self._closed)
 
     # --- closed memory
@@ -308,7 +340,7 @@ class GraphExec(Launcher, Closeable):
                 raise ClosedError(
                     f"node {touch.node_index} ({touch.node_name}) {touch.place} points at memory "
                     f"that was closed ({memory.nbytes} bytes at {memory.address:#x}): rebind or "
-                    "patch it to another buffer, or make the graph again"
+                    "set it to another buffer, or make the graph again"
                 )
             self._given_back.remove(memory)
 
@@ -371,7 +403,7 @@ class GraphExec(Launcher, Closeable):
         if before is not None:  # such a graph is never launched by the hot path
             if self.context.taps:
                 stream.enter("a graph with something to do before each launch", CallKind.ONCE)
-            if stream.is_capturing:
+            if stream.is_capturing():
                 raise CaptureError(
                     "an executable cannot be launched into a capture (the capture goes on)"
                 )
@@ -395,7 +427,7 @@ class GraphExec(Launcher, Closeable):
             if call():
                 self._launch_checked(stream)
             return
-        if stream.is_capturing:
+        if stream.is_capturing():
             raise CaptureError(
                 "an executable cannot be launched into a capture; capture the work itself, or add "
                 "its definition to a graph with Graph.add_child (the capture goes on)"
@@ -405,7 +437,7 @@ class GraphExec(Launcher, Closeable):
             stream.enter("a graph whose definition is closed", CallKind.ONCE)
             self._launch_checked(stream)
             return
-        other = self.changed
+        other = self.changed()
         stream.enter(
             "a graph that was changed since it was made" if other else "graph",
             CallKind.ONCE if other else CallKind.WORK,
@@ -429,7 +461,7 @@ class GraphExec(Launcher, Closeable):
         require_stream(stream, "upload(stream)", self.context)
         self._require_usable()
         handle = self.handle
-        if stream.is_capturing:
+        if stream.is_capturing():
             raise CaptureError(
                 f"an executable cannot be uploaded on {stream!r}, which is capturing: upload "
                 "before the capture (the capture goes on)"
@@ -444,14 +476,13 @@ class GraphExec(Launcher, Closeable):
         """True if it has no nodes, so that a launch does nothing."""
         return self._shadow.empty
 
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters of the next launch.
 
         Arguments are decoded as they were in the definition; `params` is current.
         """
         with self._lock:
-            return self._shadow.nodes
+            return self._shadow.nodes()
 
     def params(self, node: Node | int) -> NodeParams:
         """Returns the parameters of a node in the next launch."""
@@ -482,25 +513,114 @@ class GraphExec(Launcher, Closeable):
                 return True
 
     # --- changing
-    def set_params(
+    @overload
+    def set(self, node: Node | int, argument: int | str, value: object) -> None: ...
+    @overload
+    def set(
+        self, node: Node | int, params: NodeParams | Operation, /, *, keep: Iterable[object] = ()
+    ) -> None: ...
+    @overload
+    def set(self, node: Node | int, *, config: LaunchConfig) -> None: ...
+    @overload
+    def set(self, node: Node | int, *, dst: Buffer, src: Buffer) -> None: ...
+    @overload
+    def set(self, node: Node | int, *, dst: Buffer, value: float) -> None: ...
+    @overload
+    def set(self, node: Node | int, *, enabled: bool) -> None: ...
+    def set(
         self,
         node: Node | int,
-        params: NodeParams | Operation,
-        *,
-        keep: Iterable[object] = (),
+        argument: Any = _NOTHING,
+        value: Any = _NOTHING,
+        # By name alone, as the overloads say: a `*` here would be felt in each call.
+        config: Any = _NOTHING,
+        dst: Any = _NOTHING,
+        src: Any = _NOTHING,
+        enabled: Any = _NOTHING,
+        keep: Any = _NOTHING,
     ) -> None:
-        """Replaces all parameters of a node by others of its kind, also in child graphs and bodies.
+        """Changes a node for the launches from here on, also in child graphs and bodies.
 
-        An operation (`ostinato.prepare`) brings its own signature and the objects that it keeps
-        alive; parameters alone bring none, and with another function than before no argument has a
-        name or a known type from here on.  `keep` lives as long as the executable, or until the
-        node is set again.  Raises UpdateRefusedError, also for a kernel with other launch
-        attributes (cluster, cooperative, programmatic, priority), and ClosedError for an operation
-        with memory that is closed by now; the executable is then as before.
+            run.set(node, "n", 128)                # an argument of a kernel, by name or index
+            run.set(node, config=config)           # a kernel's grid, block and shared memory
+            run.set(node, dst=y, src=x)            # all of what a copy node copies
+            run.set(node, dst=y, value=0)          # all of what a fill node fills, as `ost.fill`
+            run.set(node, enabled=False)           # whether a kernel or a copy runs
+            run.set(node, ost.prepare(kernel, config, x, n))   # all parameters of a node
+
+        *An argument.*  With a signature the value is checked against its type, else against its
+        size; without one it has no name.  How much of a buffer a kernel uses is not known here, as
+        in a launch.  A buffer, and ours at a plain address, is kept alive; what addresses inside of
+        bytes (a struct) point at is not.
+
+        *Grid, block, shared memory.*  An executable keeps the other launch attributes that it was
+        made with (cluster, cooperative, programmatic, priority): a `config` with others is refused.
+
+        *A copy, a fill.*  InputError as by `ost.copy` and `ost.fill`, and for buffers of 0 bytes; a
+        node that copies or fills rows with a pitch, or works on a CUDA array, is refused.
+
+        *Off and on.*  A node that is off keeps its edges.  CUDA switches fill nodes off too, but
+        then loses the order around them, and cooperative kernels, but then loses the context
+        (`Driver.exec_set_enabled`): both can only be switched on.
+
+        *All parameters*, of the node's kind.  An operation (`ostinato.prepare`) brings its own
+        signature and what it keeps alive; parameters alone bring none, and with another function
+        than before no argument has a name or a known type from here on.  `keep` lives as long as
+        the executable, or until the node is set again.  ClosedError for an operation that was made
+        with memory that is closed by now.
+
+        Raises UpdateRefusedError for what is refused, by the driver or here; NodeKindError for what
+        a node of this kind does not have; InputError for no such node or argument, and for a value
+        that does not fit; TypeError for other combinations.  The executable is then as before.
         """
-        owners, signature, ours = tuple(keep), None, None
+        if value is _NOTHING or not (config is dst is src is enabled is keep is _NOTHING):
+            given = {
+                "parameters": argument,
+                "value": value,
+                "config": config,
+                "dst": dst,
+                "src": src,
+                "enabled": enabled,
+                "keep": keep,
+            }
+            self._set_more(node, {n: v for n, v in given.items() if v is not _NOTHING})
+            return
+        with self._lock:
+            made = None
+            if type(node) is int and type(argument) in _EXACT:
+                made = self._arguments.get((node, argument))
+            (made or self._argument(node, argument)).set(self, value)
+
+    def _set_more(self, node: Node | int, given: dict[str, Any]) -> None:
+        """What `set` does but for a single argument."""
+        names = given.keys()
+        if names == {"parameters"} or names == {"parameters", "keep"}:
+            self._set_params(node, **given)
+        elif names == {"config"}:
+            self._set_config(node, **given)
+        elif names == {"dst", "src"}:
+            self._set_copy(node, **given)
+        elif names == {"dst", "value"}:
+            self._set_fill(node, **given)
+        elif names == {"enabled"}:
+            self._set_enabled(node, **given)
+        else:
+            with self._lock:
+                found = self._shadow.node(node)
+            what = " and ".join(names) or "nothing"
+            raise TypeError(f"set node {found.index} ({found.name}) with {what}: {_takes(found)}")
+
+    def _set_params(
+        self, node: Node | int, parameters: NodeParams | Operation, keep: Iterable[object] = ()
+    ) -> None:
+        params, owners, signature, ours = parameters, tuple(keep), None, None
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
+            if not isinstance(params, Operation | NodeParams):
+                raise InputError(
+                    f"set node {found.index} ({found.name}): {params!r} is no parameters of a "
+                    f"node: {_takes(found)}"
+                )
             if isinstance(params, Operation):
                 params.require_usable(self.context)
                 owners, signature = (*owners, *params.keep), params.signature
@@ -514,45 +634,29 @@ class GraphExec(Launcher, Closeable):
             kept = tuple((whole_place(i), owner) for i, owner in enumerate(owners))
             self._change(NodeChange(found, params, kept, True, signature, ours))
 
-    @property
     def changed(self) -> bool:
-        """True if it may differ from its graph: one of both was changed since."""
-        return self._toggled or self._shadow.changed or self._shadow.grown
-
-    def patch(self, node: Node | int, argument: int | str, value: object) -> None:
-        """Sets one kernel argument, by index or, if there is a signature, by name.
-
-        With a signature the value is checked against its type, else against its size.  As in a
-        launch, it is not known how much of a buffer the kernel uses.  A buffer, and a buffer of
-        this library at a plain address, is kept alive; memory at addresses inside of bytes (a
-        struct) is not.  Raises NodeKindError, InputError, UpdateRefusedError; the executable is
-        then as before.
-        """
-        with self._lock:
-            made = None
-            if type(node) is int and type(argument) in _EXACT:
-                made = self._arguments.get((node, argument))
-            (made or self._argument(node, argument)).set(self, value)
+        """Returns True if it may differ from its graph: one of both was changed since."""
+        return self._toggled or self._shadow.changed() or self._shadow.grown()
 
     def patcher(self, node: Node | int, argument: int | str) -> Patcher:
-        """Prepares `patch` of one argument: a call of the result with a value sets the argument.
+        """Prepares `set` of one argument: a call of the result with a value sets the argument.
 
         Raises NodeKindError, and InputError if there is no such node or argument.
 
-            patch = run.patcher(3, "n")
-            patch(128)
+            set_n = run.patcher(3, "n")
+            set_n(128)
         """
         with self._lock:
             return Patcher(self, self._argument(node, argument))
 
-    def patch_all(self, patches: Iterable[tuple[Node | int, int | str, object]]) -> None:
+    def set_all(self, changes: Iterable[tuple[Node | int, int | str, object]]) -> None:
         """Sets many kernel arguments, (node, argument, value) each, all or none.
 
-        Each is set as by `patch`.  An argument that comes twice gets the last value.
+        Each is set as by `set`.  An argument that comes twice gets the last value.
 
-            run.patch_all((node, "n", 128) for node in attention)
+            run.set_all((node, "n", 128) for node in attention)
         """
-        given = [_patch_of(entry) for entry in patches]
+        given = [_single(entry) for entry in changes]
         with uninterrupted, self._lock:
             writes: dict[NodeHandle, dict[int, Write]] = {}
             for node, argument, value in given:
@@ -582,53 +686,40 @@ class GraphExec(Launcher, Closeable):
     def _live(self, node: Node) -> Live:
         """Returns a kernel node that is changed in place.  Raises NodeKindError."""
         _ = self.handle
+        _require_kind(node, NodeKind.KERNEL, "arguments")
         return self._shadow.live(node)
 
-    def _kernel(self, node: Node) -> KernelNodeParams:
-        params = self._shadow.params(node)
-        return params if isinstance(params, KernelNodeParams) else node.kernel
-
-    def set_config(self, node: Node | int, config: LaunchConfig) -> None:
-        """Sets a kernel node's grid, block and dynamic shared memory.
-
-        Raises UpdateRefusedError also if `config` has other launch attributes (cluster,
-        cooperative, programmatic, priority): an executable keeps its first ones.
-        """
+    def _set_config(self, node: Node | int, config: LaunchConfig) -> None:
         if not isinstance(config, LaunchConfig):
-            raise InputError(f"set_config: a LaunchConfig is needed, not {type(config).__name__}")
+            raise InputError(f"set: config is {type(config).__name__}: a LaunchConfig is needed")
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
-            kernel = self._kernel(found)
+            _require_kind(found, NodeKind.KERNEL, "config")
+            kernel = self._shadow.params(found)
+            assert isinstance(kernel, KernelNodeParams)
             self._change(NodeChange(found, replace(kernel, config=config)))
 
-    def set_memset(self, node: Node | int, dst: Buffer, value: int, element_size: int = 1) -> None:
-        """Sets the buffer that a linear memset node fills, all of it, and the value.
-
-        Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer,
-        and for a value that elements cannot hold; UpdateRefusedError for a fill of rows with a
-        pitch.
-        """
-        made = fill_params(dst, value, element_size)
+    def _set_fill(self, node: Node | int, dst: Buffer, value: float) -> None:
+        made = for_a_node(fill_operation(dst, value)).params
+        assert isinstance(made, MemsetNodeParams)
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
-            old = replace(found, params=self._shadow.params(found)).memset
+            _require_kind(found, NodeKind.MEMSET, "dst and value")
+            old = self._shadow.params(found)
+            assert isinstance(old, MemsetNodeParams)
             self._require_linear(found, old)
             self.context.space.require(dst, "dst", "the executable is of")
             params = replace(made, pitch=old.pitch)
             self._change(NodeChange(found, params, (("dst", dst),)))
 
-    def set_memcpy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
-        """Sets the buffers between which a linear memcpy node copies, all of them.
-
-        Raises InputError if the sizes differ or are zero, or if the buffers overlap in part;
-        UpdateRefusedError for a copy of rows with a pitch, or to or from a CUDA array.
-        """
-        made = copy_params(dst, src)
-        if not made.width:
-            raise InputError("a node copies 1 byte or more")
+    def _set_copy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
+        made = for_a_node(copy_operation(dst, src)).params
+        assert isinstance(made, MemcpyNodeParams)
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
-            old = replace(found, params=self._shadow.params(found)).memcpy
+            _require_kind(found, NodeKind.MEMCPY, "dst and src")
+            old = self._shadow.params(found)
+            assert isinstance(old, MemcpyNodeParams)
             self._require_linear(found, old)
             self.context.space.require(dst, "dst", "the executable is of")
             params = replace(old, dst=made.dst, src=made.src, width=made.width)
@@ -645,17 +736,11 @@ class GraphExec(Launcher, Closeable):
             what = "works on a CUDA array" if opaque else f"has {rows} rows"
             raise UpdateRefusedError(
                 f"node {node.index} ({node.name}) {what}, which a buffer does not describe; set "
-                "all of its parameters with set_params",
+                "all of its parameters: set(node, MemcpyNodeParams(…)) or MemsetNodeParams(…)",
                 node_index=node.index,
             )
 
-    def set_enabled(self, node: Node | int, enabled: bool) -> None:
-        """Switches a kernel or memcpy node on or off; a node that is off keeps its edges.
-
-        Raises UpdateRefusedError for another kind.  CUDA also switches memset nodes off, but then
-        loses the order around them, and cooperative kernels, but then loses the context
-        (`Driver.exec_set_enabled`): both can only be switched on.
-        """
+    def _set_enabled(self, node: Node | int, enabled: bool) -> None:
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
             kinds = {NodeKind.KERNEL, NodeKind.MEMCPY} | ({NodeKind.MEMSET} if enabled else set())
@@ -666,7 +751,7 @@ class GraphExec(Launcher, Closeable):
                         ": nodes after a memset node that is off would not wait for those before "
                         "it. Make it a kernel before the graph is instantiated "
                         "(ost.lowlevel.replace_small_fills), or give it memory that nothing reads "
-                        "(set_memset)"
+                        "(set(node, dst=…, value=…))"
                     )
                 raise UpdateRefusedError(
                     f"node {found.index} ({found.name}) is of kind {found.kind.name}; {why}",
@@ -803,7 +888,7 @@ class ArgumentSetter:
         self._pack: Callable[[tuple[object, ...]], bytes | None] | None = None
         self._size = slot.size
         if code:  # then bytes are packed too, and not copied unchanged
-            self._pack, self._size = packer(code, (ParameterSlot(0, slot.size),), (element,)), -1
+            self._pack = packer(code, (ParameterSlot(0, slot.size),), (element,))
         self._inner = inner_words(slot.offset, slot.size)
         # Last: until then the argument is as before, and is looked up again.
         self._place, self._pointer, self._live = slot.offset, pointer, live
@@ -817,12 +902,16 @@ class ArgumentSetter:
         return self._live
 
     def set(self, run: GraphExec, value: object) -> None:
-        """Implements `GraphExec.patch`."""
+        """Implements `GraphExec.set` of an argument."""
         live = self._live
-        # Tested here and not in `_current`: the call would cost time in each patch.
+        # Tested here and not in `_current`: the call would cost time each time.
         if live.gone or run.context.closed or run.graph.closed:
             live = self._current(run)
-        raw = value if type(value) is bytes and len(value) == self._size else self._packed(value)
+        pack, raw = self._pack, None
+        if pack is not None:  # as in `_packed`, whose call would be felt
+            raw = pack((value,))
+        elif type(value) is bytes and len(value) == self._size:
+            raw = value
         place = self._place
         if (
             raw is None
@@ -912,11 +1001,11 @@ class ArgumentSetter:
 class Patcher:
     """Sets one argument of one kernel node; made by `GraphExec.patcher`.
 
-        patch = run.patcher(node, "n")
-        patch(128)
+        set_n = run.patcher(node, "n")
+        set_n(128)
         run.launch(stream)
 
-    A call does the same as `GraphExec.patch`, and raises the same errors.  A patcher still works
+    A call does the same as `GraphExec.set`, and raises the same errors.  A patcher still works
     after other changes of the node, and keeps the executable alive.
     """
 

@@ -27,7 +27,6 @@ from ostinato.driver.api import (
     KernelNodeParams,
     LaunchConfig,
     MemOp,
-    MemsetNodeParams,
     NodeHandle,
     NodeKind,
     NodeParams,
@@ -53,7 +52,7 @@ from ostinato.graph.node import (
 )
 from ostinato.graph.order import Recorded, dependencies, edge_data
 from ostinato.memory import Buffer
-from ostinato.memory.buffer import copy_params, require_buffer
+from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 
 if TYPE_CHECKING:
     from ostinato.graph.executable import GraphExec
@@ -79,8 +78,9 @@ _DEFINITION = "a graph is a definition: run = graph.instantiate(upload=stream) c
     launch=f"{_DEFINITION}launched",
     replay=f"{_DEFINITION}launched",
     upload=f"{_DEFINITION}launched",
-    patch=f"{_DEFINITION}patched",
-    patcher=f"{_DEFINITION}patched",
+    set=f"{_DEFINITION}changed",
+    set_all=f"{_DEFINITION}changed",
+    patcher=f"{_DEFINITION}changed",
     rebind=f"{_DEFINITION}rebound",
     update=f"{_DEFINITION}updated",
 )
@@ -231,7 +231,7 @@ class Graph(Closeable):
                 "and launch it by itself"
             )
         if _any_closed(self.storages):
-            for node in self.nodes:
+            for node in self.nodes():
                 if _any_closed(node.keep):
                     raise ClosedError(
                         f"node {node.index} ({node.name}) points at memory that was closed; make "
@@ -240,7 +240,6 @@ class Graph(Closeable):
             raise ClosedError("a node points at memory that was closed; make the graph again")
 
     # --- reading
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes in the driver's order, child graphs and conditional bodies inside."""
         return self.reader.all(self.handle)
@@ -267,9 +266,8 @@ class Graph(Closeable):
         another.
         """
         wanted = None if kind is None else named_choice("kind", kind, NodeKind)
-        return sum(1 for n in every_node(self.nodes) if wanted is None or n.kind is wanted)
+        return sum(1 for n in every_node(self.nodes()) if wanted is None or n.kind is wanted)
 
-    @property
     def edges(self) -> tuple[Edge, ...]:
         """The dependencies between the graph's own nodes, with their data."""
         return self.context.driver.graph_edges(self.handle)
@@ -438,37 +436,22 @@ class Graph(Closeable):
         """Adds a kernel launch.  Raises InputError if the arguments do not fit."""
         return self.add_operation(prepare_node(kernel, config, args), after=after)
 
-    def add_memcpy(self, dst: Buffer, src: Buffer, *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a copy between two buffers of the same number of bytes, which is not 0.
+    def add_copy(self, dst: Buffer, src: Buffer, *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a copy of the bytes of `src` into `dst`, as `ost.copy` does.
 
-        Raises InputError also for buffers that overlap in part.
+        Raises InputError as `ost.copy` does, and for buffers of 0 bytes.
         """
-        params = copy_params(dst, src)
-        if not params.width:
-            raise InputError("a node copies 1 byte or more")
-        return self.add_operation(
-            Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src)), after=after
-        )
+        return self.add_operation(for_a_node(copy_operation(dst, src)), after=after)
 
-    def add_memset(
-        self,
-        dst: Buffer,
-        value: int,
-        element_size: int = 1,
-        *,
-        after: Sequence[NodeRef] = (),
-    ) -> Node:
-        """Adds a fill of a buffer with a pattern of 1, 2 or 4 bytes.
+    def add_fill(self, dst: Buffer, value: float, *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a fill of every element of a buffer with `value`, as `ost.fill` does.
 
-        Raises InputError as `GraphExec.set_memset` does.
+        Raises InputError as `ost.fill` does, and for a buffer of 0 bytes.
         """
-        params = fill_params(dst, value, element_size)
-        return self.add_operation(
-            Operation(params, "memset", (), (dst.range,), (dst,)), after=after
-        )
+        return self.add_operation(for_a_node(fill_operation(dst, value)), after=after)
 
-    def add_host(self, function: Callable[[], object], *, after: Sequence[NodeRef] = ()) -> Node:
-        """Adds a call of a Python function.  It must not call the driver."""
+    def add_call(self, function: Callable[[], object], *, after: Sequence[NodeRef] = ()) -> Node:
+        """Adds a call of a Python function, as `Stream.call` does.  It must not call the driver."""
         require_callable(function)
         return self.add(HostNodeParams(function), after=after, keep=(function,))
 
@@ -593,7 +576,7 @@ class Graph(Closeable):
         launched any more.
         """
         driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
-        nodes, edges = driver.graph_nodes(self.handle), self.edges
+        nodes, edges = driver.graph_nodes(self.handle), self.edges()
         if old not in nodes:
             raise InputError(f"replace: {node!r} is no node of this graph itself")
         why = ""
@@ -641,7 +624,7 @@ class Graph(Closeable):
                 if added not in nodes:
                     driver.graph_remove_node(added)
                     self.labels.pop(added, None)
-            whole = old not in there or {*self.edges} == {*edges}
+            whole = old not in there or {*self.edges()} == {*edges}
         except DriverError:
             pass  # the caller raises the first error
         if not whole:
@@ -706,7 +689,7 @@ class Graph(Closeable):
         """
         from ostinato.graph.show.outline import read_outline
 
-        return read_outline(self.context, self.handle, self.nodes, readable=readable)
+        return read_outline(self.context, self.handle, self.nodes(), readable=readable)
 
     def __str__(self) -> str:
         from ostinato.graph.show.render import to_table
@@ -817,24 +800,6 @@ class Conditional:
         return f"<Conditional {kind}, node {self.node.index}, {len(self.bodies)} bodies>"
 
 
-def fill_params(dst: Buffer, value: int, element_size: int) -> MemsetNodeParams:
-    """Returns the parameters of a fill of a whole buffer.
-
-    Raises InputError for an `element_size` that is not 1, 2 or 4 or does not divide the buffer, for
-    a buffer of 0 bytes, and for a value that the elements cannot hold.
-    """
-    require_buffer(dst, "memset")
-    size, number = whole_number(element_size), whole_number(value)
-    if size is None or size not in (1, 2, 4) or dst.nbytes % size or not dst.nbytes:
-        raise InputError(
-            f"element_size={element_size!r}: 1, 2 or 4 is needed, and a divisor of the "
-            f"{dst.nbytes} bytes to fill"
-        )
-    if number is None or not 0 <= number < 1 << 8 * size:
-        raise InputError(f"value {value!r} does not fit into {size} bytes without a sign")
-    return MemsetNodeParams(dst.address, number, size, dst.nbytes // size)
-
-
 def _any_closed(owners: Iterable[object]) -> bool:
     """True if memory among the owners is closed; a child's definition may be closed."""
     return any(
@@ -865,7 +830,7 @@ class _Body(Graph):
     def _require_fitting(self, params: NodeParams, child: Graph | None) -> None:
         what = "" if isinstance(params, BODY_PARAMS) else f"a {type(params).__name__}"
         if child is not None:
-            what = wrongly_in_a_body(child.nodes, "a child graph with ", inside=True)
+            what = wrongly_in_a_body(child.nodes(), "a child graph with ", inside=True)
         if what:
             raise GraphError(f"adding {what} to a body failed: {BODY_RULE}")
 

@@ -38,7 +38,7 @@ def lift(
     """
     graph.require_launchable(as_part=True)
     touched = None if reads is None else tuple(reads), None if writes is None else tuple(writes)
-    chain, nodes = _chain(graph, name), {node.handle: node for node in graph.nodes}
+    chain, nodes = _chain(graph, name), {node.handle: node for node in graph.nodes()}
     made = []
     for node in map(nodes.__getitem__, chain):
         params = node.params
@@ -55,7 +55,7 @@ def lift(
 
 def _chain(graph: Graph, name: str) -> list[NodeHandle]:
     """Returns the nodes in their order.  Raises GraphError if they are no chain."""
-    nodes, edges = graph.context.driver.graph_nodes(graph.handle), graph.edges
+    nodes, edges = graph.context.driver.graph_nodes(graph.handle), graph.edges()
     after = {edge.source: edge.target for edge in edges}
     first = set(nodes) - set(after.values())
     chain = [*first]

@@ -128,7 +128,7 @@ class Recording(Tap):
     def _is_captured(self, stream: Stream) -> bool:
         """True if work on the stream goes into a capture now, also of another library."""
         try:
-            return stream.is_capturing
+            return stream.is_capturing()
         except ClosedError:
             return False
         except DriverError as error:  # the work may have run, so no error may be raised
@@ -259,7 +259,7 @@ def record(stream: Stream) -> Iterator[Recording]:
         run = recording.build().instantiate(upload=stream)
     """
     require_stream(stream, "record(stream)")
-    if stream.capture_info.status is not CaptureStatus.NONE:
+    if stream.capture_info().status is not CaptureStatus.NONE:
         raise CaptureError("a stream that is capturing runs nothing that could be recorded")
     recording = Recording(stream)
     with stream.context.tapped(recording):

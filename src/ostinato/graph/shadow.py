@@ -56,7 +56,6 @@ class Definition(Protocol):
     def handle(self) -> GraphHandle: ...
     @property
     def owned(self) -> bool: ...
-    @property
     def nodes(self) -> tuple[Node, ...]: ...
     @property
     def reader(self) -> NodeReader: ...
@@ -168,7 +167,6 @@ class Shadow:
         self._stale: set[NodeHandle] = set()
         """Nodes that were changed since the last call of `words`."""
 
-    @property
     def changed(self) -> bool:
         """True if anything was set since the definition was read."""
         return bool(self._dirty or self._now.settings) or self._now.updated is not None
@@ -182,7 +180,6 @@ class Shadow:
         """True if there are no nodes."""
         return not self._handles
 
-    @property
     def grown(self) -> bool:
         """True if the definition has other nodes than when it was read."""
         return self._driver.graph_nodes(self._graph.handle) != self._handles
@@ -206,7 +203,6 @@ class Shadow:
         ]
 
     # --- reading
-    @property
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters of the next launch."""
         return self._overlaid(self.definition(), self._folded().settings)
@@ -338,13 +334,12 @@ class Shadow:
 
     # --- nodes that are changed often
     def live(self, node: Node) -> Live:
-        """Returns a node to be changed in place.  Raises NodeKindError if it is no kernel."""
+        """Returns a node to be changed in place."""
         live = self._live.get(node.handle)
         if live is None:
             setting = self.setting(node)
             params = setting.params
-            if not isinstance(params, KernelNodeParams):
-                params = node.kernel
+            assert isinstance(params, KernelNodeParams)
             live = Live(setting, params, self._setter(node, params))
             self._live[node.handle] = live
         return live
@@ -442,7 +437,7 @@ class Shadow:
         self._require_kept(self._frozen, frozen)
         outcome = self._driver.exec_update(self._executable, graph.handle)
         if outcome.verdict is not UpdateVerdict.SUCCESS:
-            blamed = next((n for n in graph.nodes if n.handle == outcome.node), None)
+            blamed = next((n for n in graph.nodes() if n.handle == outcome.node), None)
             where = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
             raise UpdateRefusedError(
                 f"the update was refused{where}: {VERDICTS[outcome.verdict]} "

@@ -65,7 +65,7 @@ class LineTrace:
         if self.broken_at is not None:
             return
         try:
-            status = self._stream.capture_info.status
+            status = self._stream.capture_info().status
         except DriverError:
             return
         if status is not CaptureStatus.ACTIVE and self._last is not None:

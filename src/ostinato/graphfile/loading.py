@@ -98,19 +98,17 @@ class LoadedGraph(Graph):
 
     _size: tuple[int, int]
 
-    @property
     def manifest(self) -> GraphManifest:
         """The file's manifest.  Parsed on each access, so that a process with many graphs does not
         keep all manifests."""
         return read_manifest(self.raw)
 
-    @property
     def as_saved(self) -> bool:
         """True if no node was added or replaced since loading."""
         if self.replaced:
             return False
         nodes = edges = 0
-        inside = [(self.handle, self.nodes)]
+        inside = [(self.handle, self.nodes())]
         while inside:
             handle, own = inside.pop()
             nodes += len(own)

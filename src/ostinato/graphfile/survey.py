@@ -141,7 +141,7 @@ class _Side:
     def __init__(self, graph: Graph, named: Mapping[str, MemoryRange]) -> None:
         self.driver = graph.context.driver
         self.handle = graph.handle
-        self.nodes = graph.nodes
+        self.nodes = graph.nodes()
         self.named = named
         self.allocated = {
             node.index: MemoryRange(node.params.address, node.params.nbytes)

@@ -583,15 +583,15 @@ def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
 def copy_operation(dst: Buffer, src: Buffer) -> Operation:
     """Returns the operation that `copy` submits, for buffers of at least one byte."""
     params = copy_params(dst, src)
-    return Operation(params, "memcpy", (src.range,), (dst.range,), (dst, src))
+    return Operation(params, "copy", (src.range,), (dst.range,), (dst, src))
 
 
 def fill(stream: Stream, dst: Buffer, value: float) -> None:
     """Fills every element with `value` in stream order; capturable.
 
-    Elements of 1, 2 and 4 bytes, or of 8 if both halves are equal (such as 0).
-    Raises InputError if the value does not fit its type: out of bounds, a fraction for whole
-    numbers, a finite number that the type would make infinite.
+    Elements of 1, 2 and 4 bytes, or of 8 if both halves are equal (such as 0); single bytes with
+    `dst.view(dtype=np.uint8)`.  Raises InputError if the value does not fit its type: out of
+    bounds, a fraction for whole numbers, a finite number that the type would make infinite.
     """
     require_stream(stream, "fill(stream, dst, value)")
     operation = fill_operation(dst, value)
@@ -614,4 +614,12 @@ def fill_operation(dst: Buffer, value: float) -> Operation:
     params = MemsetNodeParams(
         dst.address, int.from_bytes(pattern, "little"), size, dst.nbytes // size
     )
-    return Operation(params, "memset", (), (dst.range,), (dst,))
+    return Operation(params, "fill", (), (dst.range,), (dst,))
+
+
+def for_a_node(operation: Operation) -> Operation:
+    """A copy or a fill, if a graph can hold it.  Raises InputError for one of 0 bytes."""
+    params = operation.params
+    if isinstance(params, MemcpyNodeParams | MemsetNodeParams) and not params.width:
+        raise InputError(f"{operation.name}: a node needs 1 byte or more, and the buffer has 0")
+    return operation

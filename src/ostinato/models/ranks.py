@@ -191,7 +191,7 @@ def _sources() -> str:
 def _described(graph: Graph) -> list[str]:
     """Returns a line for each node, and the graph's digest, which covers edges and bodies too."""
     lines = []
-    for index, node in enumerate(graph.nodes):
+    for index, node in enumerate(graph.nodes()):
         shape = ""
         if isinstance(params := node.params, KernelNodeParams):
             config = params.config

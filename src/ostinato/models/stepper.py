@@ -97,7 +97,7 @@ class TokenRing:
             self._stream.synchronize()
         else:
             pause, longest = _PAUSE_SECONDS
-            while missing(sequences, steps) and not self._stream.done:
+            while missing(sequences, steps) and not self._stream.done():
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
         assert not missing(sequences, steps), "a step skipped a row that was active"

@@ -109,9 +109,8 @@ class PendingJoin:
         self._key, self._lease, self._ring_turn = joiner._start(left, right, capacity, "joins")
 
     def __repr__(self) -> str:
-        return f"<PendingJoin {self._key}, {'done' if self.done else 'under way'}>"
+        return f"<PendingJoin {self._key}, {'done' if self.done() else 'under way'}>"
 
-    @property
     def done(self) -> bool:
         """True if the device is done with the join; does not wait."""
         return self._joiner._ring.look(self._ring_turn)

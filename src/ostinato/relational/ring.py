@@ -139,7 +139,7 @@ class Ring:
             looks += 1
             if looks < _SPINS:
                 continue
-            if self._stream.done and not self.look(turn):
+            if self._stream.done() and not self.look(turn):
                 self.uncertain = True
                 raise GraphError(
                     "this join was launched and did not come to its end, because a launch before "

@@ -24,7 +24,7 @@ _KEPT = 8
 def require_no_capture(stream: Stream) -> None:
     """Raises CaptureError if the stream captures: the join's work would be recorded into the graph
     instead of running."""
-    if stream.is_capturing:
+    if stream.is_capturing():
         raise CaptureError(
             f"a join cannot be captured: {stream!r} is capturing (the capture goes on)"
         )

@@ -66,7 +66,7 @@ class StagingRing:
         size = len(data)
         if size > min(self.nbytes, dst.nbytes):
             raise InputError(f"{size} bytes do not fit: {min(self.nbytes, dst.nbytes)} are there")
-        if stream.capture_info.status is not CaptureStatus.NONE:
+        if stream.capture_info().status is not CaptureStatus.NONE:
             raise CaptureError(
                 "a staged write cannot be captured: write before the capture or between replays"
             )
@@ -95,7 +95,7 @@ class StagingRing:
     def _wait_for(self, index: int) -> None:
         """Waits until the last copy out of an entry is done."""
         done = self._done[index]
-        if done is not None and not done.done:
+        if done is not None and not done.done():
             self._waits += 1
             done.synchronize()
         # The stream of a copy whose event could not be recorded, or whose write was interrupted.

@@ -165,7 +165,7 @@ def footprint(
     nbytes = None if given is None else parse_bytes(given, "nbytes")
     try:
         # Read in any case: the executable caches its nodes, so the definition may be closed later.
-        estimate = NODE_BYTES * _count(executable.nodes)
+        estimate = NODE_BYTES * _count(executable.nodes())
     except ClosedError:
         estimate = BLOCK_BYTES
     if nbytes is not None:

@@ -186,7 +186,7 @@ class Declared(Memory[_Content]):
             cause, drift = self._cause(before, eager, turn)
         if cause in (Cause.FROZEN, Cause.UNDECLARED):
             assert self._executable is not None
-            nodes = self._executable.nodes
+            nodes = self._executable.nodes()
             drift = first_drift(nodes, eager.operations or (), ("in the graph", "now"))
         return Finding(where, what if drift is None else f"{what}; {drift}", cause)
 

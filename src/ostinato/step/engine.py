@@ -395,7 +395,7 @@ class Engine:
         (memory that it points at was closed, or a change of it failed half-way)."""
         call, options = work.call, work.options
         if kept is not None and not (
-            (not kept.executable.suspect or kept.executable.usable)
+            (not kept.executable.suspect or kept.executable.usable())
             and (call.decided_at is self.cache.epoch or work.fits())
         ):
             entry.looked = True  # the store has no other graph of this key
@@ -423,7 +423,7 @@ class Engine:
             graphs=options.graphs,
             profiling=options.profiling,
             inside_capture=bool(context.captures)
-            and work.stream.capture_info.status is not CaptureStatus.NONE,
+            and work.stream.capture_info().status is not CaptureStatus.NONE,
             quarantine=self.broken or entry.reason,
             unmet=tuple(name for name, met in options.preconditions.items() if not met()),
             unfit=work.unfit(),
@@ -580,7 +580,7 @@ class Engine:
 
     def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
         """Evicts the graph, and runs the call eagerly."""
-        if work.stream.is_capturing:  # by another library: captures of this one are found before
+        if work.stream.is_capturing():  # by another library: captures of this one are found before
             return self._run_eager(work, entry, Decision(Action.EAGER, Reason.INSIDE_CAPTURE))
         entry.refusals += 1
         why = str(error)

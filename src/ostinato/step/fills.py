@@ -77,7 +77,7 @@ def replace_small_fills(device: Device, graph: Graph) -> int:
         )
     if graph.context is not device.context:
         raise InputError(f"replace_small_fills: {graph!r} is not of {device!r}")
-    nodes = graph.nodes
+    nodes = graph.nodes()
     if any(node.kind in _KEPT for node in nodes):
         return 0
     replaced = 0

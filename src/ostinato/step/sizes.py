@@ -180,7 +180,7 @@ class DeviceSizes:
         """
         if self._now and name not in self._now:
             raise InputError(f"{name!r} is no size of this step; there are: {', '.join(self._now)}")
-        capturing = stream.is_capturing
+        capturing = stream.is_capturing()
         if capturing and name not in self._scalars:
             raise CaptureError(
                 f"the size {name!r} has no place on the device yet, and a capture cannot make one: "
@@ -232,7 +232,7 @@ class DeviceSizes:
             yield
         finally:
             self.running, self._nested = True, nested
-            if stream.is_capturing:  # the call has written nothing
+            if stream.is_capturing():  # the call has written nothing
                 self._now, self._joins = sizes, joins
             else:
                 self.set(sizes, stream)

@@ -198,7 +198,7 @@ class GraphStore:
         ContextPoisonedError.
         """
         try:
-            if executable.changed:
+            if executable.changed():
                 raise GraphFileError("the executable was changed since it was made")
             if self._has(key, executable.graph):
                 return ""
@@ -211,7 +211,7 @@ class GraphStore:
 
     def _has(self, key: Hashable, graph: Graph) -> bool:
         """True if a graph is unchanged since it was loaded from the present file of a key."""
-        if not isinstance(graph, LoadedGraph) or not graph.as_saved:
+        if not isinstance(graph, LoadedGraph) or not graph.as_saved():
             return False
         try:
             with open_file(self.path(key), self.folder / "code") as contents:

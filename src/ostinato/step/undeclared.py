@@ -151,7 +151,7 @@ def _holds(owner: object, memory: MemoryRange) -> bool:
 def _written(executable: GraphExec) -> list[MemoryRange]:
     """Returns allocated memory that nodes may write, by address, overlaps merged."""
     driver = executable.context.driver
-    made = [p for p in (n.params for n in executable.nodes) if isinstance(p, AllocNodeParams)]
+    made = [p for p in (n.params for n in executable.nodes()) if isinstance(p, AllocNodeParams)]
     found: list[MemoryRange] = []
     for touch in executable.manifest():
         address = touch.range.address

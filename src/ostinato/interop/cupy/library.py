@@ -246,7 +246,7 @@ class CuPy:
             cupy.cuda.using_allocator(self._pool.malloc),
         ):
             graph, result = captured(side, work, _explained)
-        drawing = _drawing(graph.nodes)
+        drawing = _drawing(graph.nodes())
         if drawing is not None:
             raise NotGraphable(
                 f"node {drawing.index} ({drawing.name}) draws random numbers with cuRAND, which "

@@ -762,9 +762,9 @@ typedef struct {
     PyObject *node;                /* index of the graph's first node, which copies the inputs */
     PyObject *replay, *name;
     PyObject *missed;              /* the result if the call does not match */
-    PyObject *timed;               /* called with the microseconds of every TIMED-th call */
+    PyObject *timed;               /* called with the seconds of every TIMED-th call */
     PyObject *written;             /* bytes: begin and end address of each range that is written */
-    PyObject *last_word, *recipes_word, *give_word, *patch_word, *zero;
+    PyObject *last_word, *recipes_word, *give_word, *set_word, *zero;
     PyObject *bytes;               /* new argument 0 of that node, while `replay` runs */
     Py_ssize_t count;              /* number of replays */
     Reader read;                   /* `reader`, parsed */
@@ -883,7 +883,7 @@ way_change(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "only a replay calls it, with an executable");
         return NULL;
     }
-    return PyObject_CallMethodObjArgs(executable, self->patch_word, self->node, self->zero,
+    return PyObject_CallMethodObjArgs(executable, self->set_word, self->node, self->zero,
                                       self->bytes, NULL);
 }
 
@@ -1047,9 +1047,9 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->last_word = PyUnicode_InternFromString("last");
     self->recipes_word = PyUnicode_InternFromString("recipes");
     self->give_word = PyUnicode_InternFromString("give");
-    self->patch_word = PyUnicode_InternFromString("patch");
+    self->set_word = PyUnicode_InternFromString("set");
     self->zero = PyLong_FromLong(0);
-    if (!self->last_word || !self->recipes_word || !self->give_word || !self->patch_word ||
+    if (!self->last_word || !self->recipes_word || !self->give_word || !self->set_word ||
         !self->zero) {
         Py_DECREF(self);
         return NULL;

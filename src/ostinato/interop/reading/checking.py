@@ -134,7 +134,7 @@ class CallEffects(Memory[_Content]):
         with suppress(NotHeldError), subject.cache.hold(self._line.name) as run:
             names = [
                 f"node {node.index} {node.name}"
-                for node in run.nodes
+                for node in run.nodes()
                 if node.name not in NAMES
                 and any(p.address == address for a in node.arguments for p in a.pointers)
             ][-4:]

@@ -96,7 +96,7 @@ class Moves:
         outputs."""
         self.change: Callable[[bytes], Callable[[GraphExec], None]]
         """A function of the bytes of `packed`; returns a C function that changes an executable."""
-        self.change = partial(operator.methodcaller, "patch", node, 0)
+        self.change = partial(operator.methodcaller, "set", node, 0)
 
 
 class Mover:

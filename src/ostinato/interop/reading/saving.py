@@ -228,7 +228,7 @@ class Saving:
         if not same(tree.leaves, outputs):
             raise ValueError("its results are not the arrays that the file lists")
         clones, moved = self._maker.clones(outputs, bound), facts["moved"]
-        moves = None if moved is None else Mover.find(loaded.nodes, len(inputs), tuple(moved))
+        moves = None if moved is None else Mover.find(loaded.nodes(), len(inputs), tuple(moved))
         if (moved is not None and moves is None) or (
             moved and moved != [i for i, copied in enumerate(clones) if copied]
         ):

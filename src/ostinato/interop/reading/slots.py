@@ -125,7 +125,7 @@ class Maker:
         graph, result = library.capture(run)
         if compiled is not None:
             replace_small_fills(compiled.device, graph)
-        nodes = graph.nodes
+        nodes = graph.nodes()
         moves = None if mover is None else mover.find(nodes, len(inputs), moved)
         if mover is not None and moves is None:
             raise NotGraphable(

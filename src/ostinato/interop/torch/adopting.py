@@ -70,7 +70,7 @@ def adopt_graph(
             f"torch.cuda.CUDAGraph(keep_graph=True) ({error})"
         ) from error
     adopted = Graph.adopt(device, handle, owner=graph)
-    nodes = adopted.nodes
+    nodes = adopted.nodes()
     found = list(drawing(nodes, device.driver.memory_range))
     if found:
         places = {place for _, place in found}

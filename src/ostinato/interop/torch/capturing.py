@@ -193,7 +193,7 @@ class Captures:
             return None if drew else _Made(error=str(broken), kind=_kind(broken))
         finally:
             current.wait_stream(side)
-        nodes = graph.nodes
+        nodes = graph.nodes()
         if any(drawing(nodes, self._device.driver.memory_range)) or _copies_elsewhere(nodes):
             return None
         # Adopted, since ostinato cannot read what torch's kernels point at.
@@ -419,7 +419,7 @@ class FollowedEvents:
         if not self._records:
             return ""
         kind = NodeKind.EVENT_RECORD
-        nodes = {n.event_record.event for n in every_node(graph.nodes) if n.kind is kind}
+        nodes = {n.event_record.event for n in every_node(graph.nodes()) if n.kind is kind}
         alone = _references(_Record(object(), "", 0, new=False))
         for found in self._records.values():
             has_node = found.event.cuda_event in nodes
