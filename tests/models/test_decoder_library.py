@@ -4,7 +4,6 @@ NumPy for the library, against the host's float32."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -65,22 +64,6 @@ def checkpoint(config: LlamaConfig = CONFIG) -> Checkpoint:
 
 def prompt(count: int, seed: int = 5) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(0, CONFIG.vocabulary, count)]
-
-
-@pytest.fixture
-def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[NumpyProducts]:
-    """Decoders of the test run the CUDA backend on the emulator, with this library."""
-    found = NumpyProducts(host_device)
-
-    def open_products(device: Any, rows: int | None, stream: Any = None) -> Any:
-        return (None, "not used: switched off") if rows is None else (found, "NumPy")
-
-    def backend_for(device: Device, *, library_rows: int | None, **_: object) -> CudaBackend:
-        return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("ostinato.models.cuda.backend.open_products", open_products)
-    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
-    yield found
 
 
 def open_decoder(device: Device, config: LlamaConfig = CONFIG, **options: Any) -> Decoder:
