@@ -137,17 +137,6 @@ def test_logits_equal_float64(host_device: Device, tmp_path: Path, name: str) ->
         assert token == theirs.argmax()
 
 
-@pytest.mark.parametrize("max_rows", [1, 2, 3, 4, 8, 64])
-def test_a_prompt_in_pieces_equals_token_by_token(
-    host_device: Device, tiny: Path, max_rows: int
-) -> None:
-    expected = reference.logits(CONFIG, weights(), PROMPT)[-1]
-    with Decoder(host_device, tiny, max_rows=max_rows) as decoder:
-        token = decoder.prefill(PROMPT)
-        np.testing.assert_allclose(decoder.logits(), expected, **LOGITS)
-        assert token == expected.argmax()
-
-
 def test_prefill_goes_on_behind_what_is_there(decoder: Decoder) -> None:
     whole = generate(decoder, 1)
     decoder.reset()
@@ -160,37 +149,6 @@ def test_prefill_goes_on_behind_what_is_there(decoder: Decoder) -> None:
 # --------------------------------------------------------------- eager, captured, recorded, by host
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "captured": {},
-    "captured at once": {"warmups": 0},
-    "recorded": {"build": "record"},
-    "checked": {"verify": "first"},
-    "checked always": {"verify": 1},
-    "host sets rows": {"device_state": False},
-    "host sets rows, eager": {"device_state": False, "graphs": False},
-}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_way_gives_the_same_bits(host_device: Device, tiny: Path, mode: str) -> None:
-    with Decoder(host_device, tiny, stop_tokens=(), graphs=False) as eager:
-        tokens, logits = logits_and_tokens(eager)
-        assert eager.statistics().launches_replayed == 0
-    with Decoder(host_device, tiny, stop_tokens=(), **MODES[mode]) as decoder:
-        for _ in range(3):
-            again, others = logits_and_tokens(decoder)
-            assert again == tokens
-            for left, right in zip(logits, others, strict=True):
-                assert left.tobytes() == right.tobytes()
-        numbers = decoder.statistics()
-        assert not numbers.quarantined
-        if MODES[mode].get("graphs", True):
-            assert numbers.graphs_captured == 2  # a bucket for the prompt, one for single tokens
-            assert numbers.launches_replayed > 0
-        if "verify" in MODES[mode]:
-            assert sum(step.verified for step in numbers.steps.values()) >= 2
-
-
 def test_the_environment_switches_graphs_off(
     host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,22 +159,6 @@ def test_the_environment_switches_graphs_off(
     with Decoder(host_device, tiny, stop_tokens=(), graphs=True) as decoder:
         generate(decoder, 4)
         assert decoder.statistics().graphs_captured > 0
-
-
-def test_a_replayed_token_is_one_launch_and_no_host_write(decoder: Decoder) -> None:
-    generate(decoder, 4)
-    before = decoder.statistics()
-    for _ in range(10):
-        decoder.decode()
-    after = decoder.statistics()
-    assert after.launches_per_token == 1 + 5 * CONFIG.layers + 2
-    assert after.launches_replayed - before.launches_replayed == 10
-    assert after.launches_eager == before.launches_eager
-    assert after.host_writes == before.host_writes
-    decoder.device_state = False  # switched off between steps, on the same graphs
-    decoder.decode()
-    assert decoder.statistics().host_writes == after.host_writes + 1
-    assert decoder.statistics().graphs_captured == after.graphs_captured
 
 
 def test_switching_device_state_changes_nothing_else(decoder: Decoder) -> None:
@@ -351,44 +293,7 @@ def test_steps_have_rows_for_all_sequences_by_themselves(host_device: Device, ti
     assert steps == [[token] * 65 for token in expected]
 
 
-def test_poison_in_padding_reaches_nothing(host_device: Device, tiny: Path) -> None:
-    with Decoder(host_device, tiny, stop_tokens=(), sequences=3, max_rows=4) as decoder:
-        for sequence in range(3):
-            decoder.prefill(PROMPT[: 4 + sequence], sequence)
-        tokens = decoder.decode_batch((0, 1, 2))
-        logits = [decoder.logits(sequence) for sequence in range(3)]
-        buffers = decoder.plan.buffers
-        cache = decoder.device.to_numpy(buffers["cache"])
-        for sequence in range(3):
-            decoder.truncate(5 + sequence, sequence)
-        for name in ("x", "q", "attended", "inner", "workspace"):
-            buffers[name].array[...] = np.nan
-        assert decoder.decode_batch((0, 1, 2)) == tokens  # 3 rows in a bucket of 4
-        for sequence in range(3):
-            assert decoder.logits(sequence).tobytes() == logits[sequence].tobytes()
-        assert decoder.device.to_numpy(buffers["cache"]).tobytes() == cache.tobytes()
-
-
 # ---------------------------------------------------------------------- sampling, stopping, errors
-
-
-def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None:
-    greedy = generate(decoder, 5)
-    options = SamplingOptions(temperature=1.3, top_k=50, top_p=0.95, seed=(7 << 40) + 1)
-    decoder.set_sampling(options)
-    captured = decoder.statistics().graphs_captured
-    decoder.reset()
-    tokens = []
-    for index in range(12):
-        tokens.append(decoder.prefill(PROMPT) if index == 0 else decoder.decode())
-        assert tokens[-1] == sample(
-            decoder.logits(), 1.3, 50, 0.95, options.seed, len(PROMPT) + index
-        )
-    assert tokens[:5] != greedy
-    assert generate(decoder, 12) == tokens, "the same seed gives the same tokens"
-    decoder.set_sampling(replace(options, seed=2))
-    assert generate(decoder, 12) != tokens
-    assert decoder.statistics().graphs_captured <= captured + 1
 
 
 def test_min_p_and_repetition_penalty_are_the_reference_and_reach_replays(
