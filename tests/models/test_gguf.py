@@ -281,6 +281,7 @@ def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_smollm2_against_gguf_package(smollm2_path: Path) -> None:
     reader = gguf.GGUFReader(smollm2_path)
     by_name = {tensor.name: tensor for tensor in reader.tensors}
