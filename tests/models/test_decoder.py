@@ -682,18 +682,6 @@ def test_wrong_sizes(
         Decoder(host_device, tiny, **options)
 
 
-def test_everything_is_given_back(host_device: Device, tiny: Path) -> None:
-    free, _ = host_device.memory_info()
-    decoder = Decoder(host_device, tiny)
-    generate(decoder, 5)
-    decoder.close()
-    decoder.close()
-    with pytest.raises(ClosedError):
-        decoder.prefill([1])
-    host_device.synchronize()
-    assert host_device.memory_info()[0] == free
-
-
 def test_a_device_without_kernels_is_refused(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -372,7 +372,7 @@ BETWEEN: dict[str, Callable[[Decoder, list[int]], list[int]]] = {
 
 @pytest.mark.parametrize("run", ["one a launch", "loop of 4", "loop of 16"])
 @pytest.mark.parametrize("what", BETWEEN)
-def test_whatever_else_is_done_ends_a_run_and_starts_from_the_last_token_taken(
+def test_other_calls_end_a_run_and_start_from_the_last_token_taken(
     decoder: Decoder, wanted: dict[str, list[Any]], what: str, run: str
 ) -> None:
     for taken in (3, 10):  # the first one meets graphs that are not built yet
@@ -561,6 +561,7 @@ def test_a_closed_decoder_says_so_and_keeps_its_numbers(where: Device) -> None:
         decoder.prefill(PROMPT)
         list(decoder.run(count=5))
         numbers = decoder.statistics()
+    decoder.close()
     assert decoder.statistics().launches_replayed == numbers.launches_replayed > 0
     calls: tuple[Callable[[], object], ...] = (
         lambda: decoder.prefill(PROMPT),
@@ -1001,7 +1002,7 @@ def test_a_device_without_conditional_nodes_says_so(
         assert "has no conditional nodes" in str(decoder.statistics().quarantined)
 
 
-def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
+def test_refused_programmatic_launches_in_a_loop_become_plain_ones(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instantiate, bind = Graph.instantiate, "ostinato.models.host.backend.HostBackend.bind"

@@ -218,7 +218,7 @@ def test_products_exchange_sums_only_where_all_blocks_are_resident(
     assert kc.Lowering(SMALL, 1, tuning, **given).exchanges_sums() == exchanges
 
 
-def test_products_exchange_sums_only_where_their_shared_memory_fits_together() -> None:
+def test_products_exchange_sums_only_where_their_shared_memory_fits() -> None:
     """Two blocks of 56 KiB: an H100 has room for them, a GPU with 100 KiB has not."""
     config = config_of(2, 1, 64, inner=14336, vocabulary=257)
     wide = shapes.VectorShape(32, 8, 1, 8)
