@@ -640,28 +640,29 @@ def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
         decoder.prefill(PROMPT)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda d: d.prefill([]), "no tokens"),
-        (lambda d: d.prefill(np.zeros(0, np.int64)), "no tokens"),
-        (lambda d: d.prefill([1.5]), r"tokens\[0\] is 1.5, must be a token id"),
-        (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
-        (lambda d: d.prefill([-1]), "token -1 is outside"),
-        (lambda d: d.prefill([1], 1), "sequence 1: there is no such"),
-        (lambda d: d.prefill([1], progress=5), "progress is 5, must be a function"),
-        (lambda d: d.decode(), "sequence 0 has no token to decode"),
-        (lambda d: d.decode_batch(()), "one or more are needed"),
-        (lambda d: d.decode_batch((0, 0)), "each once"),
-        (lambda d: d.truncate(1), "1 cannot be kept"),
-        (lambda d: d.set_stop_tokens(range(17)), "17 stop tokens; 16 at most"),
-        (lambda d: d.set_stop_tokens([280]), "token 280 is outside the vocabulary"),
-        (lambda d: d.set_sampling(SamplingOptions(), limit=-1), "limit is -1"),
-    ],
-)
-def test_wrong_calls(decoder: Decoder, call: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        call(decoder)
+WRONG: list[tuple[Callable[[Decoder], object], str]] = [
+    (lambda d: d.prefill([]), "no tokens"),
+    (lambda d: d.prefill(np.zeros(0, np.int64)), "no tokens"),
+    (lambda d: d.prefill([1.5]), r"tokens\[0\] is 1.5, must be a token id"),
+    (lambda d: d.prefill([280]), "token 280 is outside the vocabulary of 280"),
+    (lambda d: d.prefill([-1]), "token -1 is outside"),
+    (lambda d: d.prefill([1], 1), "sequence 1: there is no such"),
+    (lambda d: d.prefill([1], progress=5), "progress is 5, must be a function"),
+    (lambda d: d.decode(), "sequence 0 has no token to decode"),
+    (lambda d: d.decode_batch(()), "one or more are needed"),
+    (lambda d: d.decode_batch((0, 0)), "each once"),
+    (lambda d: d.truncate(1), "1 cannot be kept"),
+    (lambda d: d.set_stop_tokens(range(17)), "17 stop tokens; 16 at most"),
+    (lambda d: d.set_stop_tokens([280]), "token 280 is outside the vocabulary"),
+    (lambda d: d.set_sampling(SamplingOptions(), limit=-1), "limit is -1"),
+]
+
+
+def test_wrong_calls(decoder: Decoder) -> None:
+    for call, message in WRONG:
+        with pytest.raises(InputError, match=message):
+            call(decoder)
+        assert decoder.tokens() == ()
     assert len(generate(decoder, 3)) == 3
 
 

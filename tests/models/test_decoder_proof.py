@@ -219,7 +219,7 @@ def test_a_prompt_in_pieces_equals_token_by_token(machine: Device, max_rows: int
             assert token == int(decoder.logits().argmax())
 
 
-@on_both("shape", host=[FIRST, "all of it"], cuda=SHAPES)
+@on_both("shape", host=["all of it"], cuda=SHAPES)
 def test_every_way_of_running_gives_the_same_bits(machine: Device, shape: str) -> None:
     config, bits = SHAPES[shape], {}
     for name, way in WAYS.items():
@@ -244,6 +244,7 @@ DEEP = {
 def test_a_step_gives_the_same_bits_each_time(machine: Device, rows: int, repeats: int) -> None:
     """Logits, tokens, and what goes into the cache."""
     config = DEEP[kind(machine)]
+    repeats //= 1 if kind(machine) == "cuda" else 4
     start = config.context_length * 2 // 3
     with open_decoder(machine, config, sequences=rows) as decoder:
         for sequence in range(rows):
