@@ -266,24 +266,6 @@ def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
 # -------------------------------------------------------------------------------------- batches
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_batch_equals_single_sequences(host_device: Device, tiny: Path, count: int) -> None:
-    prompts = [PROMPT[: 3 + 2 * i] for i in range(count)]
-    with Decoder(host_device, tiny, stop_tokens=()) as single:
-        expected = [generate(single, 8, prompt) for prompt in prompts]
-    with Decoder(host_device, tiny, stop_tokens=(), sequences=count, max_rows=8) as decoder:
-        first = [decoder.prefill(prompt, sequence) for sequence, prompt in enumerate(prompts)]
-        steps = [first, *(decoder.decode_batch(range(count)) for _ in range(7))]
-        assert [list(column) for column in zip(*steps, strict=True)] == expected
-        # In another order, and some alone: sequences are what counts, not rows.
-        for sequence in range(count):
-            decoder.truncate(len(prompts[sequence]) + 1, sequence)
-        order = list(reversed(range(count)))
-        assert decoder.decode_batch(order) == [expected[sequence][1] for sequence in order]
-        assert decoder.decode(count - 1) == expected[count - 1][2]
-        assert decoder.decode_batch(order[1:]) == [expected[sequence][2] for sequence in order[1:]]
-
-
 def test_steps_have_rows_for_all_sequences_by_themselves(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, stop_tokens=()) as single:
         expected = generate(single, 3)

@@ -7,7 +7,6 @@ test_decoder_proof.py.
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,10 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import GREEDY
 from tests.emulator.emulator import Emulator
 from tests.models import reference_llama
-from tests.models.proof import FIRST, RELATIVE, SHAPES, WAYS, furthest
+from tests.models.proof import RELATIVE, WAYS, furthest
 from tests.models.random_models import RandomModel, llama
 
-MODEL = RandomModel(replace(SHAPES[FIRST], layers=2))
+MODEL = RandomModel(llama(3, 1, 64, inner=136, vocabulary=257, layers=2, tied_embeddings=True))
 CONTEXT = 40
 SMALL = {
     "biases": llama(3, 1, 32, inner=72, vocabulary=67, layers=2, qkv_bias=True),

@@ -276,7 +276,7 @@ def test_without_a_library_our_kernels_take_pieces_of_64(
         open_decoder(host_device, library_rows=None, max_rows=128)
 
 
-@pytest.mark.parametrize("works_to", [0, 64, 128])
+@pytest.mark.parametrize("works_to", [0, 64, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_library_that_fails_costs_speed_and_no_answer(
     host_device: Device, library: NumpyProducts, wanted: dict[int, Any], works_to: int
 ) -> None:

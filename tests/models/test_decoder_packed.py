@@ -67,7 +67,7 @@ def logits_of(config: LlamaConfig, recipe: str, tokens: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        (WHOLE, "Q4_K_M"),
+        (replace(WHOLE, layers=4), "Q4_K_M"),
         (replace(WHOLE, layers=2, qk_norm=True), "Q4_0"),
         (replace(RAGGED, qkv_bias=True), "Q8_0"),
         pytest.param(RAGGED, "Q4_1", marks=pytest.mark.slow),
@@ -134,9 +134,10 @@ def test_a_file_whose_heads_are_interleaved(
 def test_every_way_of_running_gives_the_same_bits(
     host_device: Device, library: NumpyProducts
 ) -> None:
-    tokens, seen = prompt(5, WHOLE), set()
+    config = replace(WHOLE, layers=2)
+    tokens, seen = prompt(5, config), set()
     for options in ({"graphs": False}, {}, {"build": "record"}):
-        with opened(host_device, WHOLE, "Q4_K_M", **options) as decoder:
+        with opened(host_device, config, "Q4_K_M", **options) as decoder:
             decoder.prefill(tokens)
             found = [decoder.decode() for _ in range(4)]
             seen.add((tuple(found), decoder.logits().tobytes()))

@@ -15,7 +15,6 @@ import threadpoolctl
 from ostinato.device import open_device
 from ostinato.models.decoder import Decoder
 from ostinato.models.host import packed_kernels as kernels_packed
-from ostinato.models.sampling import SamplingOptions
 
 REFERENCE: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "reference_smollm2.json").read_text(encoding="utf-8")
@@ -135,18 +134,3 @@ def test_two_sequences_in_a_batch_equal_each_alone(decoder: Decoder) -> None:
     steps = [first, *(decoder.decode_batch((0, 1)) for _ in range(15))]
     for column, name in zip(zip(*steps, strict=True), names, strict=True):
         assert list(column) == PROMPTS[name]["tokens"][:16]
-
-
-@pytest.mark.slow
-@BOTH
-def test_sampling_is_repeatable(decoder: Decoder) -> None:
-    def run(seed: int) -> list[int]:
-        decoder.set_sampling(SamplingOptions(temperature=0.8, top_p=0.9, seed=seed))
-        decoder.reset()
-        tokens = [decoder.prefill(PROMPTS["question"]["prompt_ids"])]
-        return tokens + [decoder.decode() for _ in range(7)]
-
-    try:
-        assert run(1) == run(1) != run(2)
-    finally:
-        decoder.set_sampling(SamplingOptions())

@@ -640,7 +640,8 @@ def test_the_rule_multiplies_with_warpgroups_where_they_pay(rows: int) -> None:
     assert not problems_of(config, rows, without, warpgroups=False)
 
 
-@pytest.mark.parametrize("rows", [24, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [24, 64])
 def test_the_rule_for_warpgroups_agrees_with_numpy_on_the_emulator(
     emulator: Emulator, rows: int
 ) -> None:
