@@ -529,11 +529,11 @@ def tiled(name: str) -> Setup:
     sizes = {"hidden": 136, "inner": 88, "vocabulary": 67, "layers": 1}
     if name == "a window":
         sizes["windows"] = (77,)
-    made = cut(config_of(*heads, **sizes), rows, context)
-    base = shapes.default_tuning(made.config, rows=rows, context=context, clusters=True)
+    config = config_of(*heads, **sizes)
+    base = shapes.default_tuning(config, rows=rows, context=context, clusters=True)
     tuning = replace(base, attention=shapes.AttentionShape(*shape))
     options = {"context": context, "sequences": rows, "multiprocessors": 1}
-    return Setup(made.config, rows, tuning, slice(None, 2 if rows >= 24 else None), options)
+    return Setup(config, rows, tuning, slice(None, 2 if rows >= 24 else None), options)
 
 
 @on_kernels("name", TILED, slow=["shares of 64 rows", "head 96"])
