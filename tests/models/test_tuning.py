@@ -97,7 +97,7 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
 # ------------------------------------------------------------------------------------- candidates
 
 
-@settings(max_examples=settings().max_examples // 6)  # an example is a hundred candidates
+@settings(max_examples=settings().max_examples // 16)  # an example is a hundred candidates
 @given(
     config=configs(),
     rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
@@ -325,7 +325,7 @@ FULL = config_of(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True)
 @pytest.mark.parametrize("name", [*CONFIGS, "Qwen2.5 7B"])
 def test_the_rule_for_small_gpus_fits_them(name: str, kind: str | None) -> None:
     """With what kernels have beside it (`STATIC_SHARED`), 99 KiB."""
-    config = CONFIGS.get(name, FULL)
+    config = replace(CONFIGS.get(name, FULL), layers=2)  # more have the same launches
     formats = {} if kind is None else formats_of(config, lambda _: kind)
     most = dict.fromkeys((shapes.MAX_SHARED, SMALL_SHARED), 0)
     for shared, rows, (clusters, multiprocessors) in itertools.product(
