@@ -28,6 +28,7 @@ from tests.models.test_decoder_emulator import EmulatedBackend
 MODEL = RandomModel(llama(6, 2, 64, hidden=192, inner=512, vocabulary=302, layers=2))
 OPTIONS: dict[str, Any] = {"max_context": 40, "stop_tokens": (), "max_rows": 2, "sequences": 2}
 PROMPT = MODEL.tokens(3)
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 SAMPLING = SamplingOptions(temperature=0.8, top_k=40, top_p=0.9, seed=5, repetition_penalty=1.2)
 
 
@@ -57,8 +58,9 @@ class EmulatedRank(EmulatedBackend):
         )
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("collectives", ["library", "exchange"])
+@pytest.mark.parametrize(
+    "collectives", [pytest.param("library", marks=pytest.mark.slow), "exchange"]
+)
 def test_ranks_agree_with_one_device_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, collectives: str
 ) -> None:
@@ -122,13 +124,20 @@ def test_ranks_agree_with_one_device_on_the_emulator(
     assert first["drawn"][1:] == first["reference"]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 @pytest.mark.parametrize(
-    ("recipe", "head_size", "inner", "kinds"),
-    [("Q8_0", 32, 256, "Q8_0"), ("Q4_K_M", 128, 512, "Q4_K, Q6_K")],
+    ("recipe", "head_size", "inner", "kinds", "ways"),
+    [
+        ("Q8_0", 32, 256, "Q8_0", ("auto", "bf16")),
+        ("Q4_K_M", 128, 512, "Q4_K, Q6_K", ("auto",)),
+    ],
 )
 def test_a_ranks_share_of_packed_weights(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, head_size: int, inner: int, kinds: str
+    monkeypatch: pytest.MonkeyPatch,
+    recipe: str,
+    head_size: int,
+    inner: int,
+    kinds: str,
+    ways: tuple[str, ...],
 ) -> None:
     """Packed, by itself or as asked for, or bfloat16; either is made of the share's bytes on the
     device.  Biases, norms of heads and an embedding that is the
@@ -156,9 +165,9 @@ def test_a_ranks_share_of_packed_weights(
             assert not decoder.statistics().quarantined
             return found
 
-    ones = {way: decoding(None, way) for way in ("auto", "bf16")}
+    ones = {way: decoding(None, way) for way in ways}
     assert ones["auto"][0] == f"packed ({kinds})"
-    for way, one in {"auto": ones["auto"], "bf16": ones["bf16"]}.items():
+    for way, one in ones.items():
         with local_groups(2) as groups:
             several = groups.run(lambda group, way=way: decoding(group, way))  # type: ignore[misc]
         assert several[0] == several[1] and several[0][:2] == one[:2]
@@ -175,8 +184,10 @@ def emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(("ranks", "recipe"), [(2, None), (2, "Q4_K_M"), (4, "Q8_0")])
+@pytest.mark.parametrize(
+    ("ranks", "recipe"),
+    [(2, None), (2, "Q4_K_M"), pytest.param(4, "Q8_0", marks=pytest.mark.slow)],
+)
 def test_products_that_add_sums_over_ranks_have_the_bits_of_sums_apart(
     monkeypatch: pytest.MonkeyPatch, ranks: int, recipe: str | None
 ) -> None:
@@ -220,7 +231,6 @@ def test_products_that_add_sums_over_ranks_have_the_bits_of_sums_apart(
     assert mine == wanted
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 def test_a_lost_rank_ends_the_waits_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     config = llama(4, 2, 16, inner=64, vocabulary=32, layers=1)
     emulated_ranks(monkeypatch)

@@ -30,7 +30,6 @@ from tests.emulator.emulator import Emulator
 EMULATED = pytest.param(
     "emulator", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 )
-SIZES = [1, 2, 3, 4, 8]
 
 
 @pytest.fixture(params=["host", EMULATED])
@@ -90,7 +89,9 @@ COUNTS = [1, 2, 7, 255, 256, 257, 700, 1, 3000, 64]
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+)
 def test_sums_and_gathers_of_every_length(size: int) -> None:
     """One behind the other, so that later ones meet the words of earlier ones."""
 
@@ -160,7 +161,7 @@ def test_replays_and_loops_count_by_themselves(size: int) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_a_rank_one_exchange_ahead_overwrites_nothing() -> None:
     """Rank 0 goes on at once, rank 1 waits before it reads; values tell the turns apart."""
-    turns, count = 150, 64  # one warp: others would hold it back on the emulator
+    turns, count = 50, 64  # one warp: others would hold it back on the emulator
 
     def work(group: Group, device: ost.Device, made: ExchangeCollectives) -> bool:
         out = [device.empty(count, np.float32) for _ in range(turns)]
@@ -389,7 +390,7 @@ def test_parts_of_a_window_do_not_overlap(ranks: int, blocks: int) -> None:
 
 def test_what_the_gpus_are_compared_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """`exchange_program`, with ranks as threads."""
-    monkeypatch.setattr(exchange_program, "COUNTS", exchange_program.COUNTS[:7])
+    monkeypatch.setattr(exchange_program, "COUNTS", exchange_program.COUNTS[:5])
 
     def work(group: Group, device: ost.Device, made: ExchangeCollectives) -> None:
         exchange_program.compare(group, device, made)

@@ -272,7 +272,7 @@ def test_a_process_that_ends_waits_for_calls_of_nccl() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
 
 
-def test_a_rank_that_closes_after_an_exception_tells_it_before_others_give_up() -> None:
+def test_a_rank_closed_by_an_exception_tells_it_before_others_give_up() -> None:
     """NCCL ends a communicator when all ranks do: who closes first must not wait for that."""
     told = threading.Event()
     waited: list[bool] = []

@@ -27,7 +27,7 @@ from tests.models.model_files import packed_matrix, write_folder, write_gguf
 from tests.models.random_models import RandomModel, llama
 
 MODEL = llama(8, 4, 16, hidden=128, inner=256, vocabulary=512, layers=2)
-WIDE = llama(8, 4, 64, hidden=512, inner=1024, vocabulary=264, layers=2, context_length=64)
+WIDE = llama(8, 4, 32, hidden=256, inner=512, vocabulary=264, layers=2, context_length=64)
 
 FAMILIES = {"qkv_bias": True, "qk_norm": True}
 """What other families add to Llama's layers."""
@@ -120,16 +120,13 @@ def whole_tensor(checkpoint: Checkpoint, sharding: Sharding, name: str) -> np.nd
     return cut.of(checkpoint.tensor(sharding.source(name)))
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_rank_reads_its_part_of_a_gguf_file(
-    tmp_path: Path, kind: str, size: int, tied: bool
-) -> None:
+def test_a_rank_reads_its_part_of_a_gguf_file(tmp_path: Path, kind: str, tied: bool) -> None:
     """Queries and keys are in another order in the file, head by head."""
     config = replace(WIDE, tied_embeddings=tied)
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", config=config, kind=kind)) as whole:
-        for rank in range(size):
+        for size, rank in ((2, 0), (2, 1), (4, 1), (4, 3)):
             sharding = Sharding(whole.config, rank, size)
             part = ShardedCheckpoint(whole, sharding)
             assert tuple(part.shapes()) == part.tensor_names()

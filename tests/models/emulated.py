@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ostinato as ost
-from benchmarks.kernels import checks
 from benchmarks.kernels.checks import from_bf16
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
-from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.products import MatrixProduct
 from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
@@ -56,14 +54,6 @@ class EmulatedGpu:
             self.properties = replace(self.properties, max_shared_per_block=shared)
         self.capabilities = replace(device.capabilities, source_language="cuda", clusters=False)
         self.empty, self.create_stream = device.empty, device.create_stream
-
-
-def emulated_bench(config: LlamaConfig, rows: int, **options: Any) -> checks.Bench:
-    """The kernels' checks on the emulator, which builds those of a step together."""
-    emulator = Emulator()
-    bench = checks.Bench(emulator, config, max_rows=rows, **{"sequences": 2, **options})
-    emulator.expect(*bench.launches(rows))
-    return bench
 
 
 @dataclass

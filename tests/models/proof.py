@@ -18,8 +18,8 @@ from tests.models import reference_llama
 from tests.models.random_models import RandomModel, llama
 
 RELATIVE = {"host": 1e-5, "cuda": 2e-2}
-"""What logits may differ by from float32, as |ours - theirs| / |theirs|: the order of float32 sums
-on the host; on a GPU, bfloat16 in the KV cache and in the inputs of products of several rows."""
+"""What logits may differ by from float32 (`furthest`): the order of float32 sums on the host; on
+a GPU, bfloat16 in the KV cache and in the inputs of products of several rows."""
 
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=256)
 SHAPES = {
@@ -161,6 +161,12 @@ def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
     """Relative to the norm."""
     wrong = ours.astype(np.float64) - theirs
     return float(np.linalg.norm(wrong) / np.linalg.norm(theirs))
+
+
+def furthest(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
+    """As `difference`, or if that is more, the largest one relative to the largest logit."""
+    largest = np.abs(ours.astype(np.float64) - theirs).max() / np.abs(theirs).max()
+    return max(difference(ours, theirs), float(largest))
 
 
 @functools.lru_cache(8)

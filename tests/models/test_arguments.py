@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.device import Device
+from ostinato.device import Device, open_device
 from ostinato.errors import InputError
 from ostinato.models.arguments import number, quoted, token_ids, whole
 from ostinato.models.decoder import Decoder
@@ -79,13 +79,21 @@ def test_quotes_are_short(value: object) -> None:
     quoted(value).encode()
 
 
+@pytest.fixture(scope="module")
+def opened(tiny: Path) -> Iterator[TextGenerator]:
+    sizes: Any = {"sequences": np.int64(2), "max_context": np.int32(64)}
+    with open_device("host") as device, TextGenerator(device, tiny, **sizes) as made:
+        yield made
+
+
 @pytest.fixture
-def generator(host_device: Device, tiny: Path) -> Iterator[TextGenerator]:
-    with TextGenerator(
-        host_device, tiny, sequences=np.int64(2), max_context=np.int32(64)
-    ) as opened:
-        opened.decoder.set_stop_tokens(())
-        yield opened
+def generator(opened: TextGenerator) -> TextGenerator:
+    """As it was when it was opened, and without an end token."""
+    opened.decoder.reset()
+    opened.decoder.set_stop_tokens(())
+    for sequence in range(2):
+        opened.decoder.set_sampling(SamplingOptions(), sequence)
+    return opened
 
 
 def test_numpy_tokens_are_not_dropped(generator: TextGenerator) -> None:

@@ -237,7 +237,14 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
     renderer.close()
 
 
-@pytest.mark.parametrize("name", BOMBS)
+QUICK = (*ENDLESS, "multiplied", "doubled", "shared", "output", "much text")
+"""One of each way to need time, memory or room for the answer; the limits are of the process."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in BOMBS],
+)
 def test_bombs_are_stopped(hasty: Child, name: str) -> None:
     tracemalloc.start()
     try:
@@ -299,7 +306,7 @@ programs = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_any_program_gives_text_or_our_error(source: str) -> None:
     with contextlib.suppress(ModelError):

@@ -90,8 +90,7 @@ def test_a_second_turn_reads_only_what_is_new(
     assert f"({common} in the cache)" in str(summary)
 
 
-@pytest.mark.parametrize("per_launch", [1, 4])
-@pytest.mark.parametrize("pieces", [1, 3, 5])
+@pytest.mark.parametrize(("pieces", "per_launch"), [(1, 1), (3, 1), (1, 4), (5, 4)])
 def test_a_stopped_answer_stays_as_far_as_it_was_shown(
     generator: TextGenerator, host_device: Device, tiny: Path, pieces: int, per_launch: int
 ) -> None:
@@ -191,6 +190,8 @@ def test_an_answer_has_no_space_that_is_the_tokenizers_own(
     begun = 0
     with TextGenerator(host_device, path) as generator:
         for seed in range(200):
+            if begun and seed > 9:
+                break
             sampling = SamplingOptions(temperature=5.0, seed=seed)
             asked = [{"role": "user", "content": "a"}]
             wanted = generator.generate(asked, max_tokens=3, sampling=sampling)
@@ -325,45 +326,44 @@ def of(*roles: str, **more: Any) -> dict[str, Any]:
     return {"format": "ostinato conversation", "version": 1, "messages": messages, **more}
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
-        (b"9" * 10_000, "not JSON"),
-        (b"[]", "must be an object"),
-        (b"{}", "no saved conversation"),
-        (of("user", "assistant", version=2), "version 2"),
-        (of("user", "assistant", version=True), "version True"),
-        (of(messages="x"), "messages is 'x'"),
-        (of(messages=["x"]), "message 0 is 'x'"),
-        (of(messages=[{"role": "user"}]), "must have a role and a content"),
-        (of(messages=[{"role": "user", "content": "x", "more": 1}]), "must have a role"),
-        (of(messages=[{"role": 1, "content": "x"}]), "role 1 is not"),
-        (of(messages=[{"role": ["user"], "content": "x"}]), "role"),
-        (of("tool"), "role 'tool' is not"),
-        (of(messages=[{"role": "user", "content": 5}]), "content is 5"),
-        (of(messages=[{"role": "user", "content": "\udce9"}]), "lone surrogate"),
-        (of("user"), "in turns"),
-        (of("assistant", "user"), "in turns"),
-        (of("user", "assistant", "system"), "in turns"),
-        (of("user", "user", "assistant", "assistant"), "in turns"),
-        (b'{"format": "' + b"x" * (5 << 20) + b'"}', "more than"),
-    ],
-    ids=lambda value: value[:40] if isinstance(value, str) else "",
-)
+STRANGERS: list[tuple[Any, str]] = [
+    (b"", "not JSON"),
+    (b"\xff\xfe", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"9" * 10_000, "not JSON"),
+    (b"[]", "must be an object"),
+    (b"{}", "no saved conversation"),
+    (of("user", "assistant", version=2), "version 2"),
+    (of("user", "assistant", version=True), "version True"),
+    (of(messages="x"), "messages is 'x'"),
+    (of(messages=["x"]), "message 0 is 'x'"),
+    (of(messages=[{"role": "user"}]), "must have a role and a content"),
+    (of(messages=[{"role": "user", "content": "x", "more": 1}]), "must have a role"),
+    (of(messages=[{"role": 1, "content": "x"}]), "role 1 is not"),
+    (of(messages=[{"role": ["user"], "content": "x"}]), "role"),
+    (of("tool"), "role 'tool' is not"),
+    (of(messages=[{"role": "user", "content": 5}]), "content is 5"),
+    (of(messages=[{"role": "user", "content": "\udce9"}]), "lone surrogate"),
+    (of("user"), "in turns"),
+    (of("assistant", "user"), "in turns"),
+    (of("user", "assistant", "system"), "in turns"),
+    (of("user", "user", "assistant", "assistant"), "in turns"),
+    (b'{"format": "' + b"x" * (5 << 20) + b'"}', "more than"),
+]
+
+
 def test_a_strangers_file_is_refused_and_changes_nothing(
-    generator: TextGenerator, tmp_path: Path, content: Any, words: str
+    generator: TextGenerator, tmp_path: Path
 ) -> None:
     conversation = generator.chat(**CHAT)
     said(conversation, "ab")
     before, file = conversation.messages, tmp_path / "file"
-    file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises(ModelFormatError, match=words) as caught:
-        conversation.load(file)
-    assert str(caught.value).startswith(str(file)) and len(str(caught.value)) < 2000
-    assert conversation.messages == before
+    for content, words in STRANGERS:
+        file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+        with pytest.raises(ModelFormatError, match=words) as caught:
+            conversation.load(file)
+        assert str(caught.value).startswith(str(file)) and len(str(caught.value)) < 2000
+        assert conversation.messages == before
 
 
 def test_a_file_may_hold_no_turn_yet(generator: TextGenerator, tmp_path: Path) -> None:

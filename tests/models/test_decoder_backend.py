@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ostinato.bench.random_weights import PackedCheckpoint
 from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.signature import Access
@@ -20,11 +21,20 @@ from ostinato.graph.order import dependencies
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
+from ostinato.models.cuda.bricks import formats_of
+from ostinato.models.cuda.library import ProductCall, lower_with_library
+from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.cuda.tunings import known_of
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.plan import PlanSizes
-from ostinato.models.program import ABSENT, BufferArgument, decode_program, loop_call
+from ostinato.models.program import (
+    ABSENT,
+    SAMPLED_ROWS,
+    BufferArgument,
+    decode_program,
+    loop_call,
+)
 from tests.models.model_files import CONFIG, write_gguf
 
 MODEL = LlamaConfig(
@@ -84,33 +94,66 @@ def gpu(host_device: Device) -> FakeDevice:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 64])
-@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
-@pytest.mark.parametrize("clusters", [False, True])
-@pytest.mark.parametrize("added", [{}, {"qkv_bias": True, "qk_norm": True, "windows": (9, 0, 9)}])
-def test_launches_chain_so_that_each_may_start_early(
-    rows: int, kind: str, clusters: bool, added: dict[str, Any]
-) -> None:
-    """Every kernel touches what the one before it wrote: a recorded graph is a chain then, and a
-    wait for the one kernel before stands for all earlier ones.  The body of a loop too."""
-    model = replace(MODEL, **added)
-    program = decode_program(model, sampled=kind != "not sampled")
+WHOLE = replace(MODEL, hidden=256, heads=4, inner=512, vocabulary=301, layers=8)
+ALL = replace(WHOLE, qkv_bias=True, qk_norm=True, windows=(9, 0) * 4)
+STEPS = [
+    *((how, rows) for how in ("plain", "clusters") for rows in (1, 2, 64)),
+    *(("packed", rows) for rows in (1, 16)),
+    *(("library", rows) for rows in (16, 64, 512)),
+]
+
+
+def step_of(how: str, model: LlamaConfig, rows: int, kind: str) -> tuple[Any, ...]:
+    last_row = how == "library" and rows > SAMPLED_ROWS
+    program = decode_program(model, sampled=kind != "not sampled", last_row=last_row)
     if kind == "loop":
         program = (*program, loop_call())
-    addresses: dict[BufferArgument, int] = {}
+    sizes: Any = {"rows": rows, "context": 512}
+    if how == "library":
+        tuning = default_tuning(model, **sizes, most=PIECE_ROWS)
+        single = default_tuning(model, context=512)
+        return lower_with_library(program, model, rows=rows, tuning=tuning, single=single)
+    if how == "packed":
+        checkpoint = PackedCheckpoint(model, "Q4_K_M", "a chain")
+        formats = formats_of(model, lambda name: checkpoint.raw(name).type)
+        assert len(set(formats.values())) > 2
+        return kc.lower(program, model, **sizes, formats=formats)
+    tuning = default_tuning(model, **sizes, clusters=how == "clusters")
+    return kc.lower(program, model, **sizes, tuning=tuning)
+
+
+@pytest.mark.parametrize(("how", "rows"), STEPS)
+@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
+@pytest.mark.parametrize("model", [WHOLE, ALL], ids=["llama", "all"])
+def test_every_launch_touches_what_the_one_before_wrote(
+    how: str, rows: int, kind: str, model: LlamaConfig
+) -> None:
+    """So a recorded graph is a chain, and a wait for the one kernel before, which each may start
+    early beside, stands for all earlier ones.  The body of a loop too."""
+    addresses: dict[str, int] = {}
+
+    def place(value: Any) -> MemoryRange:
+        # A last row is part of its buffer.
+        name = str(replace(value, last=False))
+        start = addresses.setdefault(name, 0x1000 * (1 + len(addresses)))
+        return MemoryRange(start + 48, 16) if value.last else MemoryRange(start, 64)
+
     operations = []
-    tuning = default_tuning(model, rows=rows, context=512, clusters=clusters)
-    for one in kc.lower(program, model, rows=rows, context=512, tuning=tuning):
-        reads, writes = [], []
-        parameters = one.signature.parameters
-        for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
-            if parameter.pointer and value != ABSENT:
-                assert isinstance(value, BufferArgument)
-                at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
-                reads += [at] if Access.READ in parameter.access else []
-                writes += [at] if Access.WRITE in parameter.access else []
+    for one in step_of(how, model, rows, kind):
+        if isinstance(one, ProductCall):
+            reads = [place(one.weight), place(one.inputs), place(one.workspace)]
+            reads += [place(one.out)] if one.product.accumulate else []
+            writes, name = [place(one.out), place(one.workspace)], one.name
+        else:
+            reads, writes, name = [], [], one.kernel
+            parameters = one.signature.parameters
+            for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
+                if parameter.pointer and value != ABSENT:
+                    assert isinstance(value, BufferArgument)
+                    reads += [place(value)] if Access.READ in parameter.access else []
+                    writes += [place(value)] if Access.WRITE in parameter.access else []
         params: Any = KernelNodeParams.__new__(KernelNodeParams)
-        operations.append(Operation(params, one.kernel, tuple(reads), tuple(writes)))
+        operations.append(Operation(params, name, tuple(reads), tuple(writes)))
     assert dependencies(operations) == [[i - 1] if i else [] for i in range(len(operations))]
 
 

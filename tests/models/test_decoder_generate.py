@@ -313,8 +313,6 @@ def test_a_summary_before_the_first_token(generator: TextGenerator) -> None:
         ("", {"chat": False}, "the prompt is empty"),
         ([], {}, "the prompt is empty"),
         ([5, {"role": "user", "content": "x"}], {}, "mixes messages and token ids"),
-        ("abc", {"max_tokens": 0}, "max_tokens is 0"),
-        ("abc", {"tokens_per_launch": 0}, "tokens_per_launch is 0, must be 1 to 256"),
         ([999], {}, "token 999 is outside"),
     ],
 )

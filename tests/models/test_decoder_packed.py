@@ -6,7 +6,6 @@ On the host driver, by the kernels' emulator; what runs on a GPU is in test_deco
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,26 +16,21 @@ import pytest
 from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
 from ostinato.bench.shapes import SHAPES
 from ostinato.device import Device, open_device
-from ostinato.driver.api import KernelNodeParams, MemoryRange
-from ostinato.driver.signature import Access
-from ostinato.driver.stream import Operation
 from ostinato.errors import InputError, NotAvailableError
-from ostinato.graph.order import dependencies
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.bricks import device_bytes, formats_of, pays
 from ostinato.models.cuda.library import ProductCall, lower_with_library
 from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import MatrixShape, default_tuning
 from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
-from ostinato.models.program import BufferArgument, decode_program
+from ostinato.models.program import decode_program
 from ostinato.models.weights import load_weights
 from tests.models import reference_llama, test_quantised
-from tests.models.emulated import EmulatedGpu, NumpyProducts
+from tests.models.emulated import NumpyProducts
 from tests.models.model_files import CONFIG, write_gguf
-from tests.models.test_decoder_gpu import difference
+from tests.models.proof import furthest
 
 WHOLE = LlamaConfig(
     hidden=256, layers=8, heads=4, kv_heads=1, head_size=64, inner=512, vocabulary=301,
@@ -51,22 +45,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulato
 
 def prompt(count: int, config: LlamaConfig) -> list[int]:
     return [int(t) for t in np.random.default_rng(5).integers(0, config.vocabulary, count)]
-
-
-@pytest.fixture
-def library(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[NumpyProducts]:
-    """Decoders of the test run the CUDA backend on the emulator, with this library."""
-    found = NumpyProducts(host_device)
-
-    def open_products(device: Any, rows: Any, stream: Any = None) -> Any:
-        return (None, "not used: switched off") if rows is None else (found, "NumPy")
-
-    def backend_for(device: Device, *, library_rows: Any, **_: object) -> CudaBackend:
-        return CudaBackend(EmulatedGpu(device), library_rows=library_rows)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("ostinato.models.cuda.backend.open_products", open_products)
-    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
-    yield found
 
 
 def opened(device: Device, config: LlamaConfig, recipe: str, **options: Any) -> Decoder:
@@ -89,7 +67,7 @@ def logits_of(config: LlamaConfig, recipe: str, tokens: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        (WHOLE, "Q4_K_M"),
+        (replace(WHOLE, layers=4), "Q4_K_M"),
         (replace(WHOLE, layers=2, qk_norm=True), "Q4_0"),
         (replace(RAGGED, qkv_bias=True), "Q8_0"),
         pytest.param(RAGGED, "Q4_1", marks=pytest.mark.slow),
@@ -105,7 +83,7 @@ def test_tokens_of_every_kind_of_step_agree_with_numpy(
         wanted = logits_of(config, recipe, tokens[:count])
         with opened(host_device, config, recipe) as decoder:
             decoder.prefill(tokens[:count])
-            assert difference(decoder.logits(), wanted) < 1e-2, count
+            assert furthest(decoder.logits(), wanted) < 1e-2, count
             assert not decoder.statistics().quarantined
     assert {one.rows for one in library.asked} == {128}
 
@@ -120,7 +98,7 @@ def test_a_folder_of_awq(host_device: Device, library: NumpyProducts, tmp_path: 
         assert decoder.statistics().weights == "packed (Q4_1), and 2 in bfloat16"
         for token in tokens:
             decoder.prefill([token])
-        assert difference(decoder.logits(), wanted[-1]) < 1e-2
+        assert furthest(decoder.logits(), wanted[-1]) < 1e-2
 
 
 @pytest.mark.parametrize("staged", [1, 64 << 20])
@@ -150,15 +128,16 @@ def test_a_file_whose_heads_are_interleaved(
             decoder.reset()
             for piece in pieces:
                 decoder.prefill(piece)
-            assert difference(decoder.logits(), wanted) < 1e-2
+            assert furthest(decoder.logits(), wanted) < 1e-2
 
 
 def test_every_way_of_running_gives_the_same_bits(
     host_device: Device, library: NumpyProducts
 ) -> None:
-    tokens, seen = prompt(5, WHOLE), set()
+    config = replace(WHOLE, layers=2)
+    tokens, seen = prompt(5, config), set()
     for options in ({"graphs": False}, {}, {"build": "record"}):
-        with opened(host_device, WHOLE, "Q4_K_M", **options) as decoder:
+        with opened(host_device, config, "Q4_K_M", **options) as decoder:
             decoder.prefill(tokens)
             found = [decoder.decode() for _ in range(4)]
             seen.add((tuple(found), decoder.logits().tobytes()))
@@ -223,28 +202,6 @@ def test_packed_products_use_clusters_where_the_device_has_them(clusters: bool) 
     found = {one.kernel: one.config.cluster for one in steps if isinstance(one, kc.CudaLaunch)}
     shared = {name for name, cluster in found.items() if cluster is not None}
     assert shared >= {"rounded_output"} if clusters else not shared, found
-
-
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("rows", [1, 16])
-def test_a_recorded_step_is_a_chain(rows: int, qk_norm: bool) -> None:
-    """Every kernel touches what the one before it wrote, as with bfloat16."""
-    config = replace(WHOLE, qk_norm=qk_norm)
-    checkpoint = PackedCheckpoint(config, "Q4_K_M", "a chain")
-    formats = formats_of(config, lambda name: checkpoint.raw(name).type)
-    assert len(set(formats.values())) > 2
-    addresses: dict[BufferArgument, int] = {}
-    operations = []
-    for one in kc.lower(decode_program(config), config, rows=rows, context=512, formats=formats):
-        reads, writes = [], []
-        for parameter, (_, value) in zip(one.signature.parameters, one.arguments, strict=True):
-            if parameter.pointer and isinstance(value, BufferArgument):  # or absent
-                at = MemoryRange(addresses.setdefault(value, 0x1000 * (1 + len(addresses))), 64)
-                reads += [at] if Access.READ in parameter.access else []
-                writes += [at] if Access.WRITE in parameter.access else []
-        params: Any = KernelNodeParams.__new__(KernelNodeParams)
-        operations.append(Operation(params, one.kernel, tuple(reads), tuple(writes)))
-    assert dependencies(operations) == [[i - 1] if i else [] for i in range(len(operations))]
 
 
 def test_unpacking_waits_for_what_reads_the_memory_before() -> None:

@@ -4,7 +4,6 @@ against the others."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import device_bytes
 from ostinato.models.decoder import Decoder
 from ostinato.models.weights import load_weights
-from tests.conftest import open_test_device
+from tests.models.proof import difference
 
 pytestmark = pytest.mark.gpu
 
@@ -66,16 +65,6 @@ def opened(device: Device, config: LlamaConfig, recipe: str, **options: Any) -> 
     return Decoder(device, PackedCheckpoint(config, recipe, recipe), **given)
 
 
-def error_of(ours: npt.NDArray[np.float32], theirs: npt.NDArray[np.float32]) -> float:
-    return float(np.linalg.norm(ours.astype(np.float64) - theirs) / np.linalg.norm(theirs))
-
-
-@pytest.fixture(scope="module")
-def gpu(request: pytest.FixtureRequest) -> Iterator[Device]:
-    with open_test_device("cuda", request.config) as device:
-        yield device
-
-
 @pytest.mark.parametrize(("config", "recipe"), CASES)
 def test_logits_agree_with_numpy_token_by_token(
     gpu: Device, config: LlamaConfig, recipe: str
@@ -85,7 +74,7 @@ def test_logits_agree_with_numpy_token_by_token(
         for position, token in enumerate(tokens):
             decoder.prefill([token])
             if position in theirs:
-                errors[position] = error_of(decoder.logits(), theirs[position])
+                errors[position] = difference(decoder.logits(), theirs[position])
         assert not decoder.statistics().quarantined
     assert max(errors.values()) < RELATIVE, errors
 
@@ -103,11 +92,11 @@ def test_logits_agree_with_numpy_in_pieces(
         for position, theirs in expected(config, recipe).items():
             decoder.prefill(tokens[done : position + 1])
             done = position + 1
-            errors[position] = error_of(decoder.logits(), theirs)
+            errors[position] = difference(decoder.logits(), theirs)
         decoder.reset()
         for first in range(0, 128, 8):  # pieces of 8
             decoder.prefill(tokens[first : first + 8])
-        errors[-127] = error_of(decoder.logits(), expected(config, recipe)[127])
+        errors[-127] = difference(decoder.logits(), expected(config, recipe)[127])
         assert not decoder.statistics().quarantined
     assert max(errors.values()) < RELATIVE, errors
 
@@ -154,7 +143,7 @@ def test_a_batch_is_the_same_each_time(gpu: Device, recipe: str) -> None:
                     decoder.truncate(128, sequence)
                 decoder.decode_batch(range(9))
                 seen.add(tuple(decoder.logits(sequence).tobytes() for sequence in range(9)))
-            error = error_of(decoder.logits(8), expected(CONFIG, recipe)[127])
+            error = difference(decoder.logits(8), expected(CONFIG, recipe)[127])
             assert error < RELATIVE
     assert len(seen) == 1
 

@@ -20,7 +20,7 @@ from ostinato.errors import CaptureError, ClosedError, GraphError, InputError, M
 from ostinato.graph import Graph, capture
 from ostinato.models import plan
 from ostinato.models.decoder import Decoder
-from ostinato.models.sampling import SamplingOptions
+from ostinato.models.sampling import SamplingOptions, sample
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import TokenRing
 from tests.conftest import open_test_device
@@ -110,8 +110,15 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("way", DECODERS)
+@pytest.mark.parametrize(
+    ("way", "run"),
+    [
+        pytest.param(way, run, marks=() if quick else pytest.mark.slow)
+        for way in DECODERS
+        for run in RUNS
+        for quick in [way == "captured" or run in ("one a launch", "loop of 4")]
+    ],
+)
 def test_every_way_gives_the_same_bits(
     where: Device, wanted: dict[str, list[Any]], written: bytes, way: str, run: str
 ) -> None:
@@ -170,6 +177,45 @@ def test_a_whole_loop_is_one_launch_and_no_host_write(
     assert after.decode_seconds > before.decode_seconds
     assert after.launches_per_token_replayed < 1
     assert after.launches_per_token_eager >= 1
+
+
+def test_a_replayed_token_is_one_launch_and_no_host_write(decoder: Decoder) -> None:
+    decoder.prefill(PROMPT)
+    for _ in range(3):
+        decoder.decode()
+    before = decoder.statistics()
+    for _ in range(10):
+        decoder.decode()
+    after = decoder.statistics()
+    assert after.launches_replayed - before.launches_replayed == 10
+    assert after.launches_eager == before.launches_eager
+    assert after.host_writes == before.host_writes
+    assert after.kernel_seconds == before.kernel_seconds
+    decoder.device_state = False  # switched off between steps, on the same graphs
+    decoder.decode()
+    assert decoder.statistics().host_writes == after.host_writes + 1
+    assert decoder.statistics().graphs_captured == before.graphs_captured
+
+
+def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None:
+    def answer(options: SamplingOptions) -> list[int]:
+        decoder.set_sampling(options)
+        decoder.reset()
+        tokens = []
+        for index in range(12):
+            tokens.append(decoder.prefill(PROMPT) if index == 0 else decoder.decode())
+            given = options.temperature, options.top_k, options.top_p, options.seed
+            assert tokens[-1] == sample(decoder.logits(), *given, len(PROMPT) + index)
+        return tokens
+
+    greedy = answer(SamplingOptions())
+    captured = decoder.statistics().graphs_captured
+    options = SamplingOptions(temperature=1.3, top_k=50, top_p=0.95, seed=(7 << 40) + 1)
+    tokens = answer(options)
+    assert tokens != greedy
+    assert answer(options) == tokens, "the same seed gives the same tokens"
+    assert answer(replace(options, seed=2)) != tokens
+    assert decoder.statistics().graphs_captured <= captured + 1
 
 
 # --------------------------------------------------------------------------------------- the end
@@ -326,7 +372,7 @@ BETWEEN: dict[str, Callable[[Decoder, list[int]], list[int]]] = {
 
 @pytest.mark.parametrize("run", ["one a launch", "loop of 4", "loop of 16"])
 @pytest.mark.parametrize("what", BETWEEN)
-def test_whatever_else_is_done_ends_a_run_and_starts_from_the_last_token_taken(
+def test_other_calls_end_a_run_and_start_from_the_last_token_taken(
     decoder: Decoder, wanted: dict[str, list[Any]], what: str, run: str
 ) -> None:
     for taken in (3, 10):  # the first one meets graphs that are not built yet
@@ -515,6 +561,7 @@ def test_a_closed_decoder_says_so_and_keeps_its_numbers(where: Device) -> None:
         decoder.prefill(PROMPT)
         list(decoder.run(count=5))
         numbers = decoder.statistics()
+    decoder.close()
     assert decoder.statistics().launches_replayed == numbers.launches_replayed > 0
     calls: tuple[Callable[[], object], ...] = (
         lambda: decoder.prefill(PROMPT),
@@ -955,7 +1002,7 @@ def test_a_device_without_conditional_nodes_says_so(
         assert "has no conditional nodes" in str(decoder.statistics().quarantined)
 
 
-def test_a_driver_that_refuses_programmatic_launches_in_a_loop_gets_plain_ones(
+def test_refused_programmatic_launches_in_a_loop_become_plain_ones(
     host_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instantiate, bind = Graph.instantiate, "ostinato.models.host.backend.HostBackend.bind"
@@ -1000,6 +1047,8 @@ def test_off_switches_and_profiling_have_their_reasons(
     with decoder.profile() as times:
         tokens += decoder.run(count=5, tokens_per_launch=4)
     assert times.by_kernel()["embed"].launches == 5
+    with decoder.graph() as graph:
+        assert {node.name for node in graph.nodes()} <= set(times.by_kernel())
     tokens += decoder.run(count=5, tokens_per_launch=4)
     assert tokens == wanted["PROMPT"][1:16]
     assert decoder.statistics().one_by_one == {

@@ -15,7 +15,6 @@ import threadpoolctl
 from ostinato.device import open_device
 from ostinato.models.decoder import Decoder
 from ostinato.models.host import packed_kernels as kernels_packed
-from ostinato.models.sampling import SamplingOptions
 
 REFERENCE: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "reference_smollm2.json").read_text(encoding="utf-8")
@@ -31,9 +30,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-BOTH = pytest.mark.parametrize(
-    "decoder", ["packed", pytest.param("numpy", marks=pytest.mark.slow)], indirect=True
-)
+BOTH = pytest.mark.parametrize("decoder", ["packed", "numpy"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +62,10 @@ def relative_error(logits: np.ndarray, step: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     ("decoder", "name"),
     [
-        *(("packed", name) for name in PROMPTS),
-        ("numpy", "question"),
-        *(pytest.param("numpy", n, marks=pytest.mark.slow) for n in PROMPTS if n != "question"),
+        pytest.param(kind, name, marks=() if quick else pytest.mark.slow)
+        for kind in ("packed", "numpy")
+        for name in PROMPTS
+        for quick in [(kind, name) in (("packed", "question"), ("packed", "code"))]
     ],
     indirect=["decoder"],
 )
@@ -86,6 +84,7 @@ def test_greedy_tokens_and_their_logits_equal_transformers(
     assert max(errors) < 2e-5, "float32 should do far better than what was asked for"
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_long_prompt_in_pieces_equals_itself_token_by_token(decoder: Decoder) -> None:
     tokens = [token for prompt in PROMPTS.values() for token in prompt["prompt_ids"]][:100]
@@ -99,6 +98,7 @@ def test_a_long_prompt_in_pieces_equals_itself_token_by_token(decoder: Decoder) 
     np.testing.assert_allclose(decoder.logits(), whole, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @BOTH
 def test_replay_equals_eager_and_recorded_bit_for_bit(decoder: Decoder, smollm2_path: Path) -> None:
     prompt = PROMPTS["chat_question"]["prompt_ids"]
@@ -125,6 +125,7 @@ def test_replay_equals_eager_and_recorded_bit_for_bit(decoder: Decoder, smollm2_
             assert run(other) == replayed
 
 
+@pytest.mark.slow
 @BOTH
 def test_two_sequences_in_a_batch_equal_each_alone(decoder: Decoder) -> None:
     names = ("question", "code")
@@ -133,17 +134,3 @@ def test_two_sequences_in_a_batch_equal_each_alone(decoder: Decoder) -> None:
     steps = [first, *(decoder.decode_batch((0, 1)) for _ in range(15))]
     for column, name in zip(zip(*steps, strict=True), names, strict=True):
         assert list(column) == PROMPTS[name]["tokens"][:16]
-
-
-@BOTH
-def test_sampling_is_repeatable(decoder: Decoder) -> None:
-    def run(seed: int) -> list[int]:
-        decoder.set_sampling(SamplingOptions(temperature=0.8, top_p=0.9, seed=seed))
-        decoder.reset()
-        tokens = [decoder.prefill(PROMPTS["question"]["prompt_ids"])]
-        return tokens + [decoder.decode() for _ in range(7)]
-
-    try:
-        assert run(1) == run(1) != run(2)
-    finally:
-        decoder.set_sampling(SamplingOptions())

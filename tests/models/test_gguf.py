@@ -232,12 +232,6 @@ def test_no_such_file(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "absent.gguf")
 
 
-@pytest.mark.parametrize("name", ["qwen2moe", "gemma", "phi3"])
-def test_another_architecture_is_named(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"'{name}'.*supported: llama"):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", architecture=name))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -268,12 +262,6 @@ def test_metadata_that_disagrees(
         open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata=change))
 
 
-def test_unknown_tensor_is_not_ignored(tmp_path: Path) -> None:
-    bias = {"blk.0.attn_q.bias": np.zeros(64, np.float32)}
-    with pytest.raises(UnsupportedModelError, match=r"attn_q\.bias"):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=bias))
-
-
 def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:
     quantised = gguf.GGMLQuantizationType.Q5_0
     blocks = quantize(weights()["layers.0.w_up"], quantised)
@@ -282,6 +270,7 @@ def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_smollm2_against_gguf_package(smollm2_path: Path) -> None:
     reader = gguf.GGUFReader(smollm2_path)
     by_name = {tensor.name: tensor for tensor in reader.tensors}

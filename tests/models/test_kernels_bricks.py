@@ -7,7 +7,6 @@ weights is the oracle.
 from __future__ import annotations
 
 import itertools
-import shutil
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from benchmarks.kernels import checks
-from ostinato.device import Device
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import (
     BRICK,
@@ -40,7 +38,7 @@ from ostinato.models.cuda.shapes import (
     products_of,
 )
 from tests.emulator.emulator import Emulator
-from tests.models.test_kernels_cuda import OnDevice
+from tests.models.machines import bench_on, check_cases, on_kernels
 
 TENSORS = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down", "embed", "head")
 
@@ -66,7 +64,7 @@ CASES: dict[str, tuple[LlamaConfig, dict[str, str], tuple[int, ...] | None]] = {
             types_of(kind),
             None,
         )
-        for kind, cut in (("Q8_0", (3, 2, 1, 2)), ("Q4_0", (4, 1, 3, 3)), ("Q4_1", (1, 2, 2, 2)))
+        for kind in ("Q8_0", "Q4_0", "Q4_1")
     },
     "as Q4_K_M": (WHOLE, types_of("Q4_K", wv="Q6_K", w_down="Q6_K", embed="Q6_K"), (1, 2, 2, 1)),
     "all sorts": (
@@ -103,68 +101,37 @@ PREFETCH = {"qkv": ("gate_up", 1 << 30), "output": ("down", 1 << 30), "gate_up":
 """All of matrices whose parts may be of several types; the rule has it for large models alone."""
 
 
-def bench_of(machine: Any, name: str, rows: int) -> checks.Bench:
+def bench_of(kernels: Any, name: str, rows: int) -> checks.Bench:
     config, types, cut = CASES[name]
     tuning = default_tuning(config, rows=rows, context=70, clusters=True)
     tuning = replace(tuning, prefetch=PREFETCH, block=None)
     if cut is not None and rows == 1:
         tuning = replace(tuning, packed=dict.fromkeys(PRODUCTS.values(), PackedShape(*cut)))
-    return checks.Bench(
-        machine,
-        config,
-        max_rows=rows,
-        sequences=2,
-        context=70,
-        tunings={rows: tuning},
-        types=types,
-    )
+    return bench_on(kernels, config, rows, tunings={rows: tuning}, types=types)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("name", CASES)
-def test_packed_products_agree_with_numpy_on_the_emulator(name: str) -> None:
-    bench = bench_of(Emulator(), name, 1)
+def cases_of(*rows: int) -> list[tuple[str, int]]:
+    return [(name, count) for name in CASES for count in rows]
+
+
+@on_kernels("case", cases_of(1, 9, 64), emulator=cases_of(3), slow=cases_of(3, 64))
+def test_packed_products_agree_with_numpy(kernels: Any, case: tuple[str, int]) -> None:
+    bench = bench_of(kernels, *case)
     assert bench.formats
-    for case in list(checks.cases(bench, 1))[::6]:
-        bench.check(case)
+    some = slice(None, None, 6) if case[1] == 1 else slice(1, 4, 2)
+    check_cases(bench, checks.cases(bench, case[1]), some)
 
 
-def long_bench(machine: Any, name: str) -> checks.Bench:
+@on_kernels("name", LONG)
+def test_long_rows_agree_with_numpy(kernels: Any, name: str) -> None:
     kind, inner, cut = LONG[name]
     config = replace(WHOLE, inner=inner)
     tuning = replace(default_tuning(config, context=70), packed={"down": PackedShape(*cut)})
-    return checks.Bench(
-        machine, config, max_rows=1, sequences=2, context=70,
-        tunings={1: tuning}, types=types_of("Q4_0", w_down=kind),
-    )  # fmt: skip
+    bench = bench_on(kernels, config, 1, tunings={1: tuning}, types=types_of("Q4_0", w_down=kind))
+    check_cases(bench, checks.cases(bench, 1), slice(1))
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("name", LONG)
-def test_long_rows_agree_with_numpy_on_the_emulator(name: str) -> None:
-    bench = long_bench(Emulator(), name)
-    bench.check(next(iter(checks.cases(bench, 1))))
-
-
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize("name", LONG)
-def test_long_rows_agree_with_numpy(cuda_device: Device, name: str) -> None:
-    bench = long_bench(OnDevice(cuda_device), name)
-    for case in list(checks.cases(bench, 1))[::4]:
-        bench.check(case)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rows", [*(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64)), 9])
-def test_packed_products_of_rows_agree_with_numpy_on_the_emulator(name: str, rows: int) -> None:
-    bench = bench_of(Emulator(), name, rows)
-    for case in list(checks.cases(bench, rows))[1:4:2]:
-        bench.check(case)
-
-
-def panelled(machine: Any, cut: str, rows: int, **options: Any) -> checks.Bench:
+def panelled(kernels: Any, cut: str, rows: int) -> checks.Bench:
     """Products with packed matrices, whose inputs one thread copies.  Blocks share inputs where
     they may: not those of the head, and through the workspace not of matrices in parts."""
     shape = PANEL_CUTS[cut]
@@ -172,10 +139,9 @@ def panelled(machine: Any, cut: str, rows: int, **options: Any) -> checks.Bench:
     packed = dict.fromkeys(PRODUCTS.values(), shape)
     packed |= {"head": alone} if shape.cluster > 1 else {"head": alone, "qkv": alone}
     tuning = default_tuning(PANELLED, rows=rows, context=70, clusters=True)
-    bench = checks.Bench(
-        machine, PANELLED, max_rows=rows, sequences=2, context=70,
-        tunings={rows: replace(tuning, packed=packed)},
-        types=types_of("Q4_K", wv="Q6_K", w_down="Q6_K", head="Q6_K"), **options,
+    bench = bench_on(
+        kernels, PANELLED, rows, tunings={rows: replace(tuning, packed=packed)},
+        types=types_of("Q4_K", wv="Q6_K", w_down="Q6_K", head="Q6_K"),
     )  # fmt: skip
     for one in bench.launches(rows):
         if one.kernel in (*ROUNDED_CALLS.values(), "attention", "norm_rows"):
@@ -183,25 +149,14 @@ def panelled(machine: Any, cut: str, rows: int, **options: Any) -> checks.Bench:
     return bench
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(
-    ("cut", "rows"),
-    [(cut, rows) for cut, rows in zip(PANEL_CUTS, (9, 32, 2, 17, 64), strict=True)],
-)
-def test_inputs_in_panels_agree_with_numpy_on_the_emulator(cut: str, rows: int) -> None:
-    bench = panelled(Emulator(), cut, rows)
-    for case in list(checks.cases(bench, rows))[1:4:2]:
-        bench.check(case)
+PANELS = [(cut, rows) for cut in PANEL_CUTS for rows in (2, 9, 32, 64)]
+OF_THE_EMULATOR = list(zip(PANEL_CUTS, (9, 32, 2, 17, 64), strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize("cut", PANEL_CUTS)
-@pytest.mark.parametrize("rows", [2, 9, 32, pytest.param(64, marks=pytest.mark.slow)])
-def test_inputs_in_panels_agree_with_numpy(cuda_device: Device, cut: str, rows: int) -> None:
-    bench = panelled(OnDevice(cuda_device), cut, rows)
-    for case in checks.cases(bench, rows):
-        bench.check(case)
+@on_kernels("case", emulator=OF_THE_EMULATOR, cuda=PANELS, slow=[("workspace", 64)])
+def test_inputs_in_panels_agree_with_numpy(kernels: Any, case: tuple[str, int]) -> None:
+    bench = panelled(kernels, *case)
+    check_cases(bench, checks.cases(bench, case[1]), slice(1, 4, 2))
 
 
 def test_inputs_lie_in_panels_where_all_products_read_whole_panels() -> None:
@@ -217,31 +172,19 @@ def test_inputs_lie_in_panels_where_all_products_read_whole_panels() -> None:
     assert panels(RAGGED, types_of("Q8_0")) == 0  # 13 panels and a half
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(("rows", "shared"), [(1, 10 << 10), (9, 96 << 10), (64, 96 << 10)])
-def test_packed_products_for_small_gpus_agree_with_numpy_on_the_emulator(
-    rows: int, shared: int
+@pytest.mark.parametrize(
+    ("rows", "shared"),
+    [(1, 10 << 10), (9, 96 << 10), pytest.param(64, 96 << 10, marks=pytest.mark.slow)],
+)
+def test_packed_products_for_small_gpus_agree_with_numpy(
+    emulator: Emulator, rows: int, shared: int
 ) -> None:
     """One row as several: its digits are said not to fit."""
     config = replace(WHOLE, inner=2304)
     tuning = default_tuning(config, rows=rows, context=70, shared=shared)
-    bench = checks.Bench(
-        Emulator(), config, max_rows=rows, sequences=2, context=70, tunings={rows: tuning},
-        types=types_of("Q4_K"),
-    )  # fmt: skip
+    bench = bench_on(emulator, config, rows, tunings={rows: tuning}, types=types_of("Q4_K"))
     assert max(one.config.shared for one in bench.launches(rows)) <= shared
-    for case in list(checks.cases(bench, rows))[1:4:2]:
-        bench.check(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rows", [1, 9, pytest.param(64, marks=pytest.mark.slow)])
-def test_packed_products_agree_with_numpy(cuda_device: Device, name: str, rows: int) -> None:
-    bench = bench_of(OnDevice(cuda_device), name, rows)
-    for case in checks.cases(bench, rows):
-        bench.check(case)
+    check_cases(bench, checks.cases(bench, rows), slice(1, 4, 2))
 
 
 def test_how_matrices_are_packed() -> None:

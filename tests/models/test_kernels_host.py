@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ostinato.driver.host.kernel import HostKernel
 from ostinato.models.config import LlamaConfig, RopeScaling, rope_inverse_frequencies
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.plan import rope_table
@@ -40,8 +42,14 @@ class Launch:
 
 
 def run(name: str, launch: Launch | None = None, **arguments: Any) -> None:
+    run_kernel(HOST_KERNELS, name, launch, **arguments)
+
+
+def run_kernel(
+    kernels: Mapping[str, HostKernel], name: str, launch: Launch | None = None, **arguments: Any
+) -> None:
     """Calls a kernel as the driver does: flat views, read-only where the signature says so."""
-    kernel = HOST_KERNELS[name]
+    kernel = kernels[name]
     values = []
     for parameter in kernel.signature.parameters:
         value = arguments.pop(parameter.name)

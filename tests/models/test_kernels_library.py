@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,18 +11,12 @@ import pytest
 
 from benchmarks.kernels.checks import config_of, from_bf16, to_bf16
 from ostinato.device import Device
-from ostinato.driver.api import KernelNodeParams, MemoryRange
-from ostinato.driver.signature import Access
-from ostinato.driver.stream import Operation
 from ostinato.errors import UnsupportedModelError
-from ostinato.graph.order import dependencies
-from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import library as kl
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.program import (
-    ABSENT,
     ACTIVE,
     SAMPLED_ROWS,
     BufferArgument,
@@ -31,7 +24,8 @@ from ostinato.models.program import (
     loop_call,
 )
 from tests.emulator.emulator import Emulator
-from tests.models.test_kernels_cuda import FAMILIES, SHAPES, SMALL, OnDevice
+from tests.models.machines import OnDevice, on_kernels
+from tests.models.test_kernels_cuda import SHAPES, SMALL
 
 PIECES_OF_STEPS = {*kc.PIECE_SIGNATURES, "piece_attention"}
 
@@ -55,41 +49,6 @@ def lowered(
         single=default_tuning(config, rows=1, context=512),
         multiprocessors=multiprocessors,
     )
-
-
-@pytest.mark.parametrize("rows", [16, 64, 512])
-@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
-@pytest.mark.parametrize("config", [SMALL, FAMILIES["all"]], ids=["llama", "all"])
-def test_every_launch_touches_what_the_one_before_wrote(
-    rows: int, kind: str, config: LlamaConfig
-) -> None:
-    """So a recorded graph is a chain, and each may rely on all that came before."""
-    addresses: dict[str, int] = {}
-
-    def place(value: Any) -> MemoryRange:
-        # A last row is part of its buffer.
-        name = str(replace(value, last=False))
-        start = addresses.setdefault(name, 0x1000 * (1 + len(addresses)))
-        return MemoryRange(start + 48, 16) if value.last else MemoryRange(start, 64)
-
-    operations = []
-    step = lowered(config, rows, sampled=kind != "not sampled", loop=kind == "loop")
-    for one in step:
-        if isinstance(one, kl.ProductCall):
-            reads = [place(one.weight), place(one.inputs), place(one.workspace)]
-            reads += [place(one.out)] if one.product.accumulate else []
-            writes, name = [place(one.out), place(one.workspace)], one.name
-        else:
-            reads, writes, name = [], [], one.kernel
-            parameters = one.signature.parameters
-            for parameter, (_, value) in zip(parameters, one.arguments, strict=True):
-                if parameter.pointer and value != ABSENT:
-                    assert isinstance(value, BufferArgument)
-                    reads += [place(value)] if Access.READ in parameter.access else []
-                    writes += [place(value)] if Access.WRITE in parameter.access else []
-        params: Any = KernelNodeParams.__new__(KernelNodeParams)
-        operations.append(Operation(params, name, tuple(reads), tuple(writes)))
-    assert dependencies(operations) == [[i - 1] if i else [] for i in range(len(operations))]
 
 
 @pytest.mark.parametrize("rows", [16, 512])
@@ -180,32 +139,22 @@ PIECES = [  # heads, KV heads, head size, rows, padding, first position; and a w
 ]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("piece", PIECES, ids=str)
-@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
-def test_attention_of_a_piece_is_right_on_the_emulator(
-    piece: tuple[int, ...], multiprocessors: int
-) -> None:
-    check_attention(Emulator(), *piece, multiprocessors=multiprocessors)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize("steep", [-3.0, 1.0, 3.0, 7.0, 50.0])
-@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
-def test_sums_of_a_piece_are_rescaled_where_scores_rise(steep: float, multiprocessors: int) -> None:
-    """A little, so that a row's base stays behind its largest score, and by more than it may."""
-    piece = (3, 1, 64, 100, 5, 230)
-    check_attention(Emulator(), *piece, multiprocessors=multiprocessors, steep=steep)
-
-
-@pytest.mark.gpu
-@pytest.mark.sanitize
-@pytest.mark.parametrize("piece", PIECES, ids=str)
+@on_kernels("piece", PIECES)
 @pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
 def test_attention_of_a_piece_is_right(
-    cuda_device: Device, piece: tuple[int, ...], multiprocessors: int
+    kernels: Any, piece: tuple[int, ...], multiprocessors: int
 ) -> None:
-    check_attention(OnDevice(cuda_device), *piece, multiprocessors=multiprocessors)
+    check_attention(kernels, *piece, multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize("steep", [-3.0, 1.0, 3.0, 7.0, 50.0])
+@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
+def test_sums_of_a_piece_are_rescaled_where_scores_rise(
+    emulator: Emulator, steep: float, multiprocessors: int
+) -> None:
+    """A little, so that a row's base stays behind its largest score, and by more than it may."""
+    piece = (3, 1, 64, 100, 5, 230)
+    check_attention(emulator, *piece, multiprocessors=multiprocessors, steep=steep)
 
 
 @pytest.mark.gpu

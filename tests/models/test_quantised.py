@@ -103,20 +103,17 @@ def to_awq(matrix: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Value by value, [out, in]."""
+    """Each code less its group's zero, times its group's scale, [out, in]."""
+    columns = np.arange(qweight.shape[1] * 8)
+    places = np.array([[0, 2, 4, 6, 1, 3, 5, 7].index(column % 8) for column in columns])
 
-    def code(words: np.ndarray, row: int, column: int) -> int:
-        place = [0, 2, 4, 6, 1, 3, 5, 7].index(column % 8)
-        return int(words.view(np.uint32)[row, column // 8]) >> (4 * place) & 15
+    def codes(words: np.ndarray) -> np.ndarray:
+        picked = words.astype(np.int64)[:, columns // 8] >> (4 * places)
+        return (picked & 15).astype(np.float32)
 
-    inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
-    group = inputs // len(scales)
-    made = np.zeros((outputs, inputs), np.float32)
-    for i in range(inputs):
-        for o in range(outputs):
-            shift = code(qweight, i, o) - code(qzeros, i // group, o)
-            made[o, i] = np.float32(shift) * np.float32(scales[i // group, o])
-    return made
+    group = len(qweight) // len(scales)
+    zeros, factors = (np.repeat(one, group, 0) for one in (codes(qzeros), scales))
+    return np.ascontiguousarray(((codes(qweight) - zeros) * factors.astype(np.float32)).T)
 
 
 def rounded(values: np.ndarray) -> np.ndarray:

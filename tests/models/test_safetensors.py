@@ -14,7 +14,7 @@ from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.files.checkpoint import JsonTokenizerSource
 from ostinato.models.files.open import open_checkpoint
-from tests.models.model_files import CONFIG, hf_config, hf_name, weights, write_folder, write_gguf
+from tests.models.model_files import CONFIG, hf_config, hf_name, weights, write_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -85,16 +85,6 @@ def test_any_bfloat16_bits_are_read_as_they_are_but_nan_is_made_quiet(tmp_path: 
     quiet = np.flatnonzero(found != kept)
     assert quiet.size > 10
     assert (found[quiet] == kept[quiet] | 0x40).all() and ((kept[quiet] & 0x7F80) == 0x7F80).all()
-
-
-def test_same_model_in_both_formats(tmp_path: Path) -> None:
-    values = weights()
-    folder = write_folder(tmp_path / "hf", values)
-    file = write_gguf(tmp_path / "m.gguf", values)
-    with open_checkpoint(folder) as left, open_checkpoint(file) as right:
-        assert left.tensor_names() == right.tensor_names()
-        for name in left.tensor_names():
-            assert np.array_equal(left.tensor(name), right.tensor(name)), name
 
 
 def test_a_tied_head_that_is_the_embedding_is_left_out(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_how_the_text_is_cut_into_pieces_does_not_matter(
     assert passed(pieces) == passed([*"".join(pieces)])
 
 
-def test_a_longer_stop_string_that_begins_earlier_and_is_not_complete_ends_nothing() -> None:
+def test_a_longer_stop_string_that_is_not_complete_ends_nothing() -> None:
     assert StopMatcher(("abc", "b")).push("xabc") == ("xa", True)
     assert StopMatcher(("ab", "b")).push("xab") == ("x", True)
 

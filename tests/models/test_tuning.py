@@ -46,7 +46,7 @@ from ostinato.models.tune.search import StepMeter, Sweep, SweepResult
 from ostinato.models.weights import load_weights
 from tests.emulator.emulator import Emulator
 from tests.kernel_checks import KernelCheck, check
-from tests.models.emulated import emulated_bench
+from tests.models.machines import OnDevice
 
 GPU = "Test GPU 80GB"
 SMALL_SHARED = shapes.dynamic_shared(99 * 1024)
@@ -97,7 +97,7 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
 # ------------------------------------------------------------------------------------- candidates
 
 
-@settings(max_examples=settings().max_examples // 6)  # an example is a hundred candidates
+@settings(max_examples=settings().max_examples // 16)  # an example is a hundred candidates
 @given(
     config=configs(),
     rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
@@ -325,7 +325,7 @@ FULL = config_of(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True)
 @pytest.mark.parametrize("name", [*CONFIGS, "Qwen2.5 7B"])
 def test_the_rule_for_small_gpus_fits_them(name: str, kind: str | None) -> None:
     """With what kernels have beside it (`STATIC_SHARED`), 99 KiB."""
-    config = CONFIGS.get(name, FULL)
+    config = replace(CONFIGS.get(name, FULL), layers=2)  # more have the same launches
     formats = {} if kind is None else formats_of(config, lambda _: kind)
     most = dict.fromkeys((shapes.MAX_SHARED, SMALL_SHARED), 0)
     for shared, rows, (clusters, multiprocessors) in itertools.product(
@@ -958,7 +958,7 @@ def test_encoding_loses_nothing(data: st.DataObject) -> None:
 class EmulatedMeter(StepMeter):
     """Steps of the emulated kernels on the host device."""
 
-    emulator = Emulator()
+    emulator: Emulator
     tamper: Any = None
     """Called with the kernel's name and the values after each launch."""
 
@@ -983,36 +983,19 @@ class EmulatedMeter(StepMeter):
 
 
 @pytest.fixture
-def meter(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedMeter]:
-    if shutil.which("g++") is None:
-        pytest.skip("the emulator needs g++")
+def meter(
+    host_device: Device, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[EmulatedMeter]:
     for name in ("_WARM", "_REPEATS", "_ROUNDS", "_CAREFUL_ROUNDS"):
         monkeypatch.setattr(tuning_bench, name, 1)
     checkpoint = random_checkpoint(SMALL)
     weights = load_weights(host_device, checkpoint, np.uint16)
     default = shapes.default_tuning(SMALL)
+    monkeypatch.setattr(EmulatedMeter, "emulator", emulator, raising=False)
     with EmulatedMeter(host_device, weights, default, rows=1, positions=70) as made:
         yield made
     weights.close()
     checkpoint.close()
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
-@pytest.mark.parametrize(
-    ("rows", "shape"), [(1, (1, 1, 1, 8, 4)), (1, (3, 2, 2, 8, 8)), (2, (3, 1, 2, 4, 2))]
-)
-def test_attention_in_clusters_agrees_with_numpy(rows: int, shape: tuple[int, ...]) -> None:
-    """The first goes from one block over one cluster to two of them as the length grows."""
-    tuning = replace(
-        shapes.default_tuning(SMALL, rows=rows), attention=shapes.AttentionShape(*shape)
-    )
-    assert problems_of(SMALL, rows, tuning) == ()
-    bench = emulated_bench(SMALL, rows, context=110, tunings={rows: tuning})
-    wanted = ("position 0", "position 31", "position 55", "position 109", "batch", "piece")
-    chosen_cases = [c for c in checks.cases(bench, rows) if c.name.startswith(wanted)]
-    assert len(chosen_cases) >= 4
-    for case in chosen_cases:
-        bench.check(case)
 
 
 V = shapes.VectorShape
@@ -1110,8 +1093,6 @@ def test_a_sweep_on_the_device(cuda_device: Device, store: TuningStore, rows: in
 
 @pytest.mark.gpu
 def test_turned_products_agree_with_numpy(cuda_device: Device) -> None:
-    from tests.models.test_kernels_cuda import OnDevice
-
     checks.run_checks(
         OnDevice(cuda_device), SMALL, (1,), sequences=3, context=600, tunings={1: TURNED}
     )
