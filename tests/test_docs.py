@@ -53,7 +53,7 @@ def test_the_code_in_the_readme_runs(
         exec(compile(block.code, "README.md", "exec"), names)
     out = capsys.readouterr().out
     assert "scale" in out
-    assert "replayed 2, eager 1" in out
+    assert "replays 2, eager 1" in out
     assert "quarantined" not in out
     names["device"].close()  # type: ignore[attr-defined]
 

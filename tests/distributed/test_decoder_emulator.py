@@ -127,7 +127,7 @@ def test_ranks_agree_with_one_device_on_the_emulator(
 @pytest.mark.parametrize(
     ("recipe", "head_size", "inner", "kinds", "ways"),
     [
-        ("Q8_0", 32, 256, "Q8_0", ("auto", "bf16")),
+        pytest.param("Q8_0", 32, 256, "Q8_0", ("auto", "bf16"), marks=pytest.mark.slow),
         ("Q4_K_M", 128, 512, "Q4_K, Q6_K", ("auto",)),
     ],
 )
@@ -186,7 +186,10 @@ def emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "recipe"),
-    [(2, None), (2, "Q4_K_M"), pytest.param(4, "Q8_0", marks=pytest.mark.slow)],
+    [
+        (2, None),
+        *[pytest.param(*one, marks=pytest.mark.slow) for one in ((2, "Q4_K_M"), (4, "Q8_0"))],
+    ],
 )
 def test_products_that_add_sums_over_ranks_have_the_bits_of_sums_apart(
     monkeypatch: pytest.MonkeyPatch, ranks: int, recipe: str | None

@@ -114,7 +114,14 @@ def cases_of(*rows: int) -> list[tuple[str, int]]:
     return [(name, count) for name in CASES for count in rows]
 
 
-@on_kernels("case", cases_of(1, 9, 64), emulator=cases_of(3), slow=cases_of(3, 64))
+QUICK = {
+    *(("Q8_0, ragged", 1), ("Q4_1, ragged", 9), ("all sorts", 1), ("as Q4_K_M", 9)),
+    *(("gate and up differ", 9), ("some are not packed", 1)),
+}
+"""Every type once, every way to lie, one row and several: a case is up to seven compilations."""
+
+
+@on_kernels("case", cases_of(1, 9, 64), emulator=cases_of(3), slow={*cases_of(1, 3, 9, 64)} - QUICK)
 def test_packed_products_agree_with_numpy(kernels: Any, case: tuple[str, int]) -> None:
     bench = bench_of(kernels, *case)
     assert bench.formats
@@ -122,7 +129,7 @@ def test_packed_products_agree_with_numpy(kernels: Any, case: tuple[str, int]) -
     check_cases(bench, checks.cases(bench, case[1]), some)
 
 
-@on_kernels("name", LONG)
+@on_kernels("name", LONG, slow=LONG.keys() - {"one held, turns", "fewer held than bricks, 8 bits"})
 def test_long_rows_agree_with_numpy(kernels: Any, name: str) -> None:
     kind, inner, cut = LONG[name]
     config = replace(WHOLE, inner=inner)
@@ -153,7 +160,10 @@ PANELS = [(cut, rows) for cut in PANEL_CUTS for rows in (2, 9, 32, 64)]
 OF_THE_EMULATOR = list(zip(PANEL_CUTS, (9, 32, 2, 17, 64), strict=True))
 
 
-@on_kernels("case", emulator=OF_THE_EMULATOR, cuda=PANELS, slow=[("workspace", 64)])
+@on_kernels(
+    "case", emulator=OF_THE_EMULATOR, cuda=PANELS,
+    slow=[("ring of 2", 9), ("two warps", 2), ("workspace", 64)],
+)  # fmt: skip
 def test_inputs_in_panels_agree_with_numpy(kernels: Any, case: tuple[str, int]) -> None:
     bench = panelled(kernels, *case)
     check_cases(bench, checks.cases(bench, case[1]), slice(1, 4, 2))
@@ -174,7 +184,10 @@ def test_inputs_lie_in_panels_where_all_products_read_whole_panels() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "shared"),
-    [(1, 10 << 10), (9, 96 << 10), pytest.param(64, 96 << 10, marks=pytest.mark.slow)],
+    [
+        (9, 96 << 10),
+        *[pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 10 << 10), (64, 96 << 10))],
+    ],
 )
 def test_packed_products_for_small_gpus_agree_with_numpy(
     emulator: Emulator, rows: int, shared: int

@@ -76,7 +76,7 @@ def clear(folder: Folder = None, as_json: AsJson = False) -> None:
 
     They are compiled again when they are needed.
     """
-    _remove(_store(folder), -1, as_json)
+    _remove(_store(folder), None, as_json)
 
 
 def _store(folder: Path | None) -> DiskStore:
@@ -92,14 +92,15 @@ def _store(folder: Path | None) -> DiskStore:
     return store
 
 
-def _remove(store: DiskStore, most: int, as_json: bool) -> None:
-    removed = store.prune(most)
+def _remove(store: DiskStore, most: int | None, as_json: bool) -> None:
+    """Removes files until the rest fits into `most` bytes, or all of them."""
+    removed = store.clear() if most is None else store.prune(most)
     left = store.entries(check=False)
     if as_json:
         print(json.dumps({"folder": str(store.folder), "removed": removed, "left": len(left)}))
     else:
         say(f"{counted(removed, 'file')} removed, {len(left)} left in {store.folder}")
-    if left and sum(entry.nbytes for entry in left) > most:
+    if left and (most is None or sum(entry.nbytes for entry in left) > most):
         raise NotAvailableError(
             f"not all could be removed from {store.folder}: another process removes or writes "
             "files there, or this user may not; try again, or delete the folder"

@@ -261,9 +261,7 @@ class DiskStore:
             if total <= limit:
                 break
             removed += _remove(path)
-            total -= (
-                status.st_size
-            )  # also if removal fails: no other file must be removed in its place
+            total -= status.st_size  # also if it stays: no other file is to go in its place
         self._count(pruned=removed)
         return removed
 
