@@ -72,7 +72,10 @@ def last_line(text: str) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "benchmark",
-    [replay_cost, launch_cost, change_cost, soak, join, weights, streams],
+    [
+        *(replay_cost, launch_cost, change_cost, soak, join, weights),
+        pytest.param(streams, marks=pytest.mark.slow),
+    ],
     ids=lambda b: b.__name__,
 )
 def test_each_prints_a_table_and_writes_its_results(
@@ -155,6 +158,7 @@ def test_the_start_up_is_split_into_phases(
     assert sum(phases) == pytest.approx(total, rel=1e-3, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_store_is_compared_with_captures_from_process_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -414,6 +418,7 @@ def test_kernels_are_the_same_in_both_languages(device: Device) -> None:
     chain.check("graph", stream)
 
 
+@pytest.mark.slow
 def test_the_cpu_beside_llama_cpp_idle_and_busy(
     smollm2_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

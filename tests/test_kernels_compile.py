@@ -31,7 +31,7 @@ def quick(wanted: KernelCheck, arch: str) -> bool:
     """Each file once: of the models, the one whose sizes are odd; of the packed weights, those with
     offsets for a row and for 8, those without for 64 and in panels."""
     if arch in SMALL_ARCHITECTURES:
-        return arch == "sm_86" and wanted.name.startswith("small odd-bf16")
+        return arch == "sm_86" and wanted.name.startswith(SMALL_ONCE)
     if wanted.name.startswith("packed-"):
         many = "-64" in wanted.name or wanted.name.endswith("-32-panels")
         if many != ("Q6_K" in wanted.name) or wanted.name.endswith("-8-panels"):
@@ -39,6 +39,8 @@ def quick(wanted: KernelCheck, arch: str) -> bool:
     return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS)
 
 
+SMALL_ONCE = tuple(f"small odd-bf16-{n}-" for n in (0, 1, 2, 4, 5, 9, 10, 11))
+"""The first of each file."""
 REAL_MODELS = tuple(name for name in (*MODELS, *OF_WARPGROUPS) if name != "odd")
 CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
 

@@ -52,7 +52,7 @@ from tests.distributed.starting import (
 )
 
 FAULTS = ("kill", "stop", "raise", "key", "build")
-QUICK = {"kill": "loop", "stop": "loop", "raise": "prompt"}
+QUICK = {"kill": "loop", "raise": "prompt"}
 """A moment at which each is quick.  Ranks that differ are shown with threads in `make test`."""
 
 

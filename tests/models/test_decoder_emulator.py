@@ -136,7 +136,7 @@ def test_the_decoder_agrees_with_numpy_on_the_emulator(
             assert not decoder.plan.buffers["workspace"].array[: kc.COUNTER_BYTES // 4].any()
 
 
-@pytest.mark.parametrize("clusters", [False, True])
+@pytest.mark.parametrize("clusters", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=() if f == "all of it" else pytest.mark.slow) for f in SMALL],

@@ -187,7 +187,9 @@ def test_every_way_gives_the_same_bits(
         assert numbers.graphs_captured == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"max_rows": 1, "library_rows": None}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"max_rows": 1, "library_rows": None}, marks=pytest.mark.slow)]
+)
 def test_a_small_gpu_multiplies_a_row_of_too_many_inputs_as_several(
     host_device: Device, library: NumpyProducts, monkeypatch: pytest.MonkeyPatch, options: Any
 ) -> None:

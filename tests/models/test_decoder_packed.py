@@ -67,9 +67,9 @@ def logits_of(config: LlamaConfig, recipe: str, tokens: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [
-        (replace(WHOLE, layers=4), "Q4_K_M"),
+        pytest.param(replace(WHOLE, layers=4), "Q4_K_M", marks=pytest.mark.slow),
         (replace(WHOLE, layers=2, qk_norm=True), "Q4_0"),
-        (replace(RAGGED, qkv_bias=True), "Q8_0"),
+        pytest.param(replace(RAGGED, qkv_bias=True), "Q8_0", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q4_1", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q8_0", marks=pytest.mark.slow),
     ],

@@ -363,8 +363,10 @@ def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
-@pytest.mark.parametrize("name", ["1B", "8B"])
-@pytest.mark.parametrize("rows", [8, 24, 48, 64])
+@pytest.mark.parametrize("name", ["1B", pytest.param("8B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rows", [8, 64, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (24, 48))]
+)
 def test_blocks_that_share_all_rows_compile_without_local_memory(
     name: str, rows: int, arch: str
 ) -> None:
