@@ -53,7 +53,7 @@ for page in sys.argv[2:]:
     text = (Path(sys.argv[1]) / page).read_text(encoding="utf-8")
     if page == "README.md":
         said = "".join(samples.run(page, samples.samples(text)))
-        assert "scale" in said and "replayed 2, eager 1" in said, said
+        assert "scale" in said and "replays 2, eager 1" in said, said
         assert "quarantined" not in said, said
     else:
         assert samples.filled(page, text) == text, f"{page}: it prints something else"
