@@ -8,7 +8,7 @@ streamer notes when each token arrives.  Ways:
 
     eager         transformers with default options
     static        over a static cache, eagerly
-    graphed       interop.transformers.graphed: each step is a replay, over a static cache
+    graphed       interop.transformers.graph_generate: each step is a replay, over a static cache
     accelerated   interop.transformers.accelerate: our decoder on the model's own weights
     compile       cache_implementation="static", for which transformers compiles the step
     nothing       over a static cache, with an empty step: the time of the loop on the host
@@ -203,14 +203,14 @@ def nothing(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
 
 @contextmanager
 def graphed(model: Any, device: ost.Device, batch: int) -> Iterator[Opened]:
-    from ostinato.interop.transformers import graphed as graphed_model
+    from ostinato.interop.transformers import graph_generate
 
     def details() -> dict[str, object]:
         numbers = steps.step.statistics()
         found = {"replays": numbers.replays, "captures": numbers.captures, "eager": numbers.eager}
         return {**found, "passed_on": steps.passed_on, "rebound": numbers.rebound}
 
-    with closing(graphed_model(model, device=device)) as steps:
+    with closing(graph_generate(model, device=device)) as steps:
         yield Opened(STATIC, details, steps)
 
 

@@ -1,5 +1,5 @@
-"""`graphed(model)` without a GPU: the place in transformers' `generate` where its steps are given
-away, with a stand-in for what captures and replays them."""
+"""`graph_generate(model)` without a GPU: where its steps are given away in transformers' `generate`,
+with a stand-in for what captures and replays them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.reading.guards import Guards, same
 from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.torch.library import Torch
-from ostinato.interop.transformers import graphed
+from ostinato.interop.transformers import graph_generate
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -121,7 +121,7 @@ def eager(model: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
 def test_steps_go_through_it_and_nothing_else_changes(kind: str) -> None:
     model = tiny(kind)
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         for options in (
             {"max_new_tokens": 9, "do_sample": False},
             {"max_new_tokens": 12, "do_sample": True, "temperature": 0.7, "top_k": 40},
@@ -151,7 +151,7 @@ def test_steps_go_through_it_and_nothing_else_changes(kind: str) -> None:
 
 def test_the_cache_is_the_one_of_the_call() -> None:
     model = tiny("llama")
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         answer = model.generate(
             torch.tensor(IDS), max_new_tokens=9, return_dict_in_generate=True, do_sample=False
         )
@@ -162,7 +162,7 @@ def test_the_cache_is_the_one_of_the_call() -> None:
 
 def test_what_is_left_to_transformers() -> None:
     model = tiny("mistral")
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         options = {"max_new_tokens": 12, "do_sample": False}
         found = model.generate(torch.tensor(IDS), **options)
         assert torch.equal(found, eager(model, **options))
@@ -172,7 +172,7 @@ def test_what_is_left_to_transformers() -> None:
         }
         assert "11 passed on: a StaticSliding" in steps.explain()
     model = tiny("llama")
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         options = {"max_new_tokens": 12, "do_sample": False}
         handle = model.model.layers[0].register_forward_hook(lambda m, a, out: None)
         found = model.generate(torch.tensor(IDS), **options)
@@ -192,7 +192,7 @@ def test_calls_that_a_static_cache_does_not_fit() -> None:
     model, short = tiny("llama"), {"max_new_tokens": 5, "do_sample": False}
     repeats = torch.tensor([[5, 99, 5, 99, 5, 99, 5]])
     long = eager(model, max_new_tokens=10, do_sample=False)
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         cache = transformers.DynamicCache(config=model.config)
         for given in (cache, transformers.StaticCache(config=model.config, max_cache_len=40)):
             parameters = inspect.signature(model.forward).parameters
@@ -220,7 +220,7 @@ def test_a_model_that_prepares_caches_by_itself() -> None:
 
     model._prepare_cache_for_generation = own
     wanted = eager(model, max_new_tokens=5, do_sample=False)
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         found = model.generate(torch.tensor(IDS), max_new_tokens=5, do_sample=False)
         assert torch.equal(found, wanted)
         assert {*map(id, steps.step.caches)} == {id(made[-1])}
@@ -234,7 +234,7 @@ def test_a_transformers_that_prepares_caches_in_another_way() -> None:
     wanted = eager(model, max_new_tokens=5, do_sample=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphing, "_PREPARE", "_no_such_method")
-        with graphed(model) as steps:
+        with graph_generate(model) as steps:
             found = model.generate(torch.tensor(IDS), max_new_tokens=5, do_sample=False)
             assert torch.equal(found, wanted) and steps.step.caches
 
@@ -248,17 +248,17 @@ def test_a_wrapper_of_a_model_is_refused() -> None:
             return getattr(model, name)
 
     with pytest.raises(InputError, match="get_base_model"):
-        graphed(Wrapper())
+        graph_generate(Wrapper())
     assert model.generation_config.cache_implementation is None
 
 
 def test_settings_are_put_back() -> None:
     model = tiny("llama")
-    with graphed(model, max_cache_len=64, verify="first") as steps:
+    with graph_generate(model, max_cache_len=64, verify="first") as steps:
         assert steps.step.options == {"verify": "first"}
         assert model.generation_config.cache_implementation == "static"
         with pytest.raises(InputError, match="graphed already"):
-            graphed(model)
+            graph_generate(model)
         model.generate(torch.tensor(IDS), max_new_tokens=3)
         assert steps.step.caches[-1].layers[0].keys.shape[2] == 64
         other = copy.deepcopy(model)
@@ -270,14 +270,14 @@ def test_settings_are_put_back() -> None:
         )
         other.generate(torch.tensor(IDS), **options)
         assert len(steps.step.caches) == count
-        with graphed(other) as theirs:
+        with graph_generate(other) as theirs:
             other.generate(torch.tensor(IDS), max_new_tokens=3)
             assert len(theirs.step.caches) == 2 and len(steps.step.caches) == count
     assert steps.step.closed and "get_compiled_call" not in vars(model)
     assert model.generation_config.cache_implementation is None
     assert model.generation_config.max_cache_len is None
     model.generation_config.cache_implementation = "offloaded_static"
-    steps = graphed(model)
+    steps = graph_generate(model)
     assert model.generation_config.cache_implementation == "offloaded_static"
     model.generation_config.cache_implementation = "static"
     steps.close()
@@ -286,7 +286,7 @@ def test_settings_are_put_back() -> None:
     # Settings of a user's own, given meanwhile, stay.
     first = model.generation_config
     first.cache_implementation = None
-    with graphed(model):
+    with graph_generate(model):
         model.generation_config = transformers.GenerationConfig(cache_implementation="static")
     assert model.generation_config.cache_implementation == "static"
     assert first.cache_implementation is None
@@ -298,7 +298,7 @@ def test_a_store_finds_the_steps_of_another_model_of_the_same_kind() -> None:
     library.offset = torch.Tensor.storage_offset
 
     def text(model: Any) -> str:
-        with graphed(model, store="folder") as steps:
+        with graph_generate(model, store="folder") as steps:
             assert steps.step.options == {"store": "folder"}
             assert steps.save(check=False) == {"a key": "checked: False"}
             found, guards = Description(library), Guards(steps.step.function, library)
@@ -318,7 +318,7 @@ def test_a_store_finds_the_steps_of_another_model_of_the_same_kind() -> None:
 def test_two_threads_with_caches_of_two_kinds() -> None:
     """Whether a cache can be replayed is of one call; here both calls take their steps in turns."""
     model = tiny("llama")
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         static = transformers.StaticCache(config=model.config, max_cache_len=32)
         sliding = transformers.StaticCache(config=tiny("mistral").config, max_cache_len=32)
         prompt = torch.tensor(IDS)
@@ -337,7 +337,7 @@ def test_closed_in_the_middle_of_a_call() -> None:
     """The other steps run eagerly, over the same cache."""
     model = tiny("llama")
     wanted = eager(model, max_new_tokens=9, do_sample=False)
-    steps = graphed(model)
+    steps = graph_generate(model)
 
     class Closes(transformers.generation.streamers.BaseStreamer):
         left = 4
@@ -361,18 +361,18 @@ def test_without_a_device_generate_stays_as_it_is(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(StandIn, "unavailable", "no CUDA device")
     model = tiny("llama")
     wanted, own = model.generate(torch.tensor(IDS), max_new_tokens=3), dict(vars(model))
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         assert vars(model) == own
         assert model.generation_config.cache_implementation is None
         assert torch.equal(model.generate(torch.tensor(IDS), max_new_tokens=3), wanted)
         assert steps.step.caches == [] and "a table" in steps.explain()
     with pytest.raises(NotAvailableError, match="would run eagerly: no CUDA device"):
-        graphed(model, strict=True)
+        graph_generate(model, strict=True)
 
 
 def test_a_model_ends_with_its_last_user() -> None:
     model = tiny("llama")
-    steps = graphed(model)
+    steps = graph_generate(model)
     model.generate(torch.tensor(IDS), max_new_tokens=3)
     steps.close()
     gc.collect()

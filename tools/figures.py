@@ -684,7 +684,7 @@ def generate() -> Iterable[str]:
     ways = {
         "eager": "as transformers does it",
         "static": "over a static cache",
-        "graphed": "`graphed(model)`",
+        "graphed": "`graph_generate(model)`",
         "accelerated": "`accelerate(model)`",
         "nothing": "the loop alone: a step that does nothing",
     }

@@ -1,4 +1,4 @@
-"""`graphed(model)` on a GPU: three of transformers' models, small and random.
+"""`graph_generate(model)` on a GPU: three of transformers' models, small and random.
 
 The reference is `generate` over the same static cache without a compiled call, so all kernels are
 the same, and so must be every token.
@@ -17,7 +17,7 @@ from tests.gpu.foreign import library
 torch = library("torch")
 transformers = library("transformers")
 
-from ostinato.interop.transformers import GraphedModel, graphed
+from ostinato.interop.transformers import GraphedModel, graph_generate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 KINDS = ["llama", "qwen2", "gpt2"]
@@ -76,7 +76,7 @@ def replays(steps: GraphedModel) -> int:
 def test_every_token_is_the_eager_one(kind: str) -> None:
     model = small(kind)
     options = {"max_new_tokens": 60, "do_sample": False}
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         found = same(model, ids(IDS[:1]), **options)
         assert found.shape == (1, 65)
         # One eager step, then a capture, which is replayed at once.
@@ -93,7 +93,7 @@ def test_a_graph_is_bound_to_each_new_cache(kind: str) -> None:
     model = small(kind)
     options = {"max_new_tokens": 60, "do_sample": False}
     wanted = eager(model, ids(IDS[:1]), **options)
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         answers, copies = [], []
         for _ in range(4):
             answers.append(model.generate(ids(IDS[:1]), return_dict_in_generate=True, **options))
@@ -117,7 +117,7 @@ def test_a_graph_is_bound_to_a_cache_in_the_memory_of_one_that_is_gone(kind: str
     """torch gives the same memory out again, to the same layers or to others."""
     model = small(kind)
     options = {"max_new_tokens": 60, "do_sample": False}
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         for _ in range(4):
             same(model, ids(IDS[:1]), **options)
             gc.collect()
@@ -131,7 +131,7 @@ def test_everything_on_a_stream_of_the_callers() -> None:
     model = small("llama")
     options = {"max_new_tokens": 30, "do_sample": False}
     prompt = ids()
-    with graphed(model) as steps, torch.no_grad():
+    with graph_generate(model) as steps, torch.no_grad():
         model.generate(prompt, **options)
         streams = [torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()]
         answers = set()
@@ -163,7 +163,7 @@ def test_threads_with_streams_of_their_own() -> None:
     prompts = [IDS, [[8, 8, 700, 3, 2]], [[5, 99, 130, 2, 7]], other]
     wanted = [eager(model, ids(rows), **options).tolist() for rows in prompts]
     wrong: list[object] = []
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
 
         def work(rows: list[list[int]], right: list[list[int]]) -> None:
             try:
@@ -202,7 +202,7 @@ def test_processors_criteria_and_streamers_are_transformers() -> None:
 
     model = small("llama")
     end = int(eager(model, ids(), max_new_tokens=12, do_sample=False)[1, -1])
-    with graphed(model, max_cache_len=128) as steps:
+    with graph_generate(model, max_cache_len=128) as steps:
         streamers = [Streamer(), Streamer()]
         for options in (
             {"max_new_tokens": 30, "eos_token_id": end},
@@ -237,7 +237,7 @@ def test_processors_criteria_and_streamers_are_transformers() -> None:
 
 def test_weights_that_move_and_change() -> None:
     model = small("llama")
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         before = same(model, ids(), max_new_tokens=30, do_sample=False)
         with torch.no_grad():
             model.model.norm.weight.mul_(-1)
@@ -253,7 +253,7 @@ def test_weights_that_move_and_change() -> None:
 
 def test_checked_against_eager_runs() -> None:
     model = small("qwen2")
-    with graphed(model, verify=8) as steps:
+    with graph_generate(model, verify=8) as steps:
         same(model, ids(), max_new_tokens=40, do_sample=False)
         numbers = steps.step.statistics()
         assert numbers.verified >= 3 and not numbers.quarantined, steps.explain()
@@ -272,6 +272,6 @@ def test_sliding_windows_run_eagerly() -> None:
         eos_token_id=None,
     )
     model = transformers.MistralForCausalLM(config).eval().to("cuda", torch.bfloat16)
-    with graphed(model) as steps:
+    with graph_generate(model) as steps:
         same(model, ids(), max_new_tokens=40, do_sample=False)
         assert replays(steps) == 0 and "StaticSlidingWindowLayer" in str(steps.passed_on)

@@ -1,8 +1,8 @@
 """transformers: `model.generate` with graphed steps, or, for a Llama, with ostinato's own decoder.
 
-from ostinato.interop.transformers import accelerate, graphed
+from ostinato.interop.transformers import accelerate, graph_generate
 
-with graphed(model) as steps:
+with graph_generate(model) as steps:
     model.generate(**inputs, max_new_tokens=128)      # as before, each step a replay
     print(steps.explain())
 with accelerate(model) as accelerated:
@@ -28,6 +28,6 @@ from ostinato.interop.transformers.accelerating import (
     AcceleratedStatistics,
     accelerate,
 )
-from ostinato.interop.transformers.graphing import GraphedModel, graphed
+from ostinato.interop.transformers.graphing import GraphedModel, graph_generate
 
-__all__ = ["Accelerated", "AcceleratedStatistics", "GraphedModel", "accelerate", "graphed"]
+__all__ = ["Accelerated", "AcceleratedStatistics", "GraphedModel", "accelerate", "graph_generate"]

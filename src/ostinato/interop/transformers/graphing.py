@@ -1,4 +1,4 @@
-"""`graphed`: the decode steps of transformers' `generate` as replays of graphs."""
+"""`graph_generate`: the decode steps of transformers' `generate` as replays of graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ostinato.interop.transformers.methods import Method, hooked
 from ostinato.lowlevel import Closeable
 
 
-def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> GraphedModel:
+def graph_generate(model: Any, *, max_cache_len: int | None = None, **options: Any) -> GraphedModel:
     """Makes the decode steps of `model.generate` replays of graphs, until the result is closed.
 
     `model`: a causal model of transformers on a CUDA device.  Nothing else of `generate` changes:
@@ -47,7 +47,7 @@ def graphed(model: Any, *, max_cache_len: int | None = None, **options: Any) -> 
 
 
 class GraphedModel(Closeable):
-    """A model whose decode steps are replayed, see `graphed`.  `close()` undoes that.
+    """A model whose decode steps are replayed, see `graph_generate`.  `close()` undoes that.
 
     `step`: the graphed function of the steps, for `statistics`, `inspect` and `forget`.
     """
