@@ -1,5 +1,5 @@
-"""`graph_generate(model)` without a GPU: where its steps are given away in transformers' `generate`,
-with a stand-in for what captures and replays them."""
+"""`graph_generate(model)` without a GPU: where transformers' `generate` gives its steps
+away, with a stand-in for what captures and replays them."""
 
 from __future__ import annotations
 
