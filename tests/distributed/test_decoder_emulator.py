@@ -124,10 +124,11 @@ def test_ranks_agree_with_one_device_on_the_emulator(
     assert first["drawn"][1:] == first["reference"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "head_size", "inner", "kinds", "ways"),
     [
-        pytest.param("Q8_0", 32, 256, "Q8_0", ("auto", "bf16"), marks=pytest.mark.slow),
+        ("Q8_0", 32, 256, "Q8_0", ("auto", "bf16")),
         ("Q4_K_M", 128, 512, "Q4_K, Q6_K", ("auto",)),
     ],
 )
