@@ -6,6 +6,7 @@ import ast
 import enum
 import importlib
 import inspect
+import operator
 import pkgutil
 import re
 from collections.abc import Callable, Iterator
@@ -179,7 +180,7 @@ def declared() -> Iterator[tuple[str, str, str]]:
 
 def annotated(path: str, value: object) -> Iterator[tuple[str, str, str]]:
     """What one function or class says of its parameters or fields."""
-    if not (inspect.isclass(value) or callable(value)):
+    if not callable(value) or isinstance(value, operator.attrgetter):  # which has no annotations
         return
     for name, annotation in inspect.get_annotations(inspect.unwrap(value)).items():
         what = path.rpartition(".")[2] if name == "return" else name

@@ -20,6 +20,7 @@ unchanged: replay.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -171,10 +172,10 @@ class Work(ABC):
         """Returns the number of runs of its key that were warm-ups."""
         return counts.eager
 
-    @property
-    def submitted(self) -> int:
-        """The number of operations that were submitted to its stream so far."""
-        return self.stream.submitted
+    submitted: Any = property(
+        operator.attrgetter("stream.submitted"),  # no frame of Python: it is read in every call
+        doc="The number of operations that were submitted to its stream so far.",
+    )
 
     def words(self, decision: Decision) -> str:
         """Returns the reason of an eager run, as text under which it is counted."""
