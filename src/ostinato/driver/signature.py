@@ -57,6 +57,9 @@ BF16 = np.dtype(np.uint16, metadata={"ostinato": "bf16"})
 """The dtype "bf16": bfloat16, which NumPy lacks.  NumPy treats it as uint16, its bits; code
 distinguishes the two by identity, so that numbers become bfloat16, not integers of 16 bits."""
 
+BF16_TYPESTR = "<V2"
+"""The type of bfloat16 in torch's array interface: void of 2 bytes, since NumPy lacks the type."""
+
 # The one table of types.  Kernels on the host get the bits of a bfloat16.
 _SCALARS = {
     "i8": _Scalar(np.dtype(np.int8), "b"),

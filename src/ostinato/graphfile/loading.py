@@ -33,7 +33,7 @@ from ostinato.driver.api import (
     not_null,
 )
 from ostinato.driver.context import Context, context_of
-from ostinato.driver.signature import BF16, BYTES
+from ostinato.driver.signature import BF16, BF16_TYPESTR, BYTES
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
 from ostinato.files import UntrustedError, open_regular
@@ -49,7 +49,6 @@ from ostinato.graphfile.container import (
     tensor_bytes,
 )
 from ostinato.graphfile.records import (
-    BFLOAT16,
     PLAIN,
     WORD,
     Block,
@@ -539,7 +538,7 @@ class Loader:
             if isinstance(owner, Buffer):
                 kind = np.dtype(buffer.dtype)
                 look = None if buffer.look is None else buffer.look.typestr
-                if kind == np.uint16 and look == BFLOAT16:
+                if kind == np.uint16 and look == BF16_TYPESTR:
                     kind = BF16
                 elif kind == np.uint8 and look != buffer.dtype:
                     kind = BYTES  # named without a type, or with one that NumPy lacks

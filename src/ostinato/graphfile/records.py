@@ -37,7 +37,14 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.context import Context
-from ostinato.driver.signature import BF16, BYTES, Signature, array_interface, element_bytes
+from ostinato.driver.signature import (
+    BF16,
+    BF16_TYPESTR,
+    BYTES,
+    Signature,
+    array_interface,
+    element_bytes,
+)
 from ostinato.graph.words import copy_extent, fill_extent
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
@@ -79,10 +86,6 @@ def machine_of(context: Context) -> MachineRecord:
     )
 
 
-BFLOAT16 = "<V2"
-"""The type of bfloat16 in the array interface, as torch gives it: NumPy lacks one."""
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """Type (in the array interface's form: "<f4"), shape, and strides in bytes of an array; None
@@ -102,7 +105,7 @@ def look_of(target: Target) -> Look | None:
     if isinstance(target, MemoryRange) or (isinstance(target, Buffer) and target.dtype is BYTES):
         return None
     if isinstance(target, Buffer | np.ndarray):
-        typestr = BFLOAT16 if target.dtype is BF16 else target.dtype.str
+        typestr = BF16_TYPESTR if target.dtype is BF16 else target.dtype.str
         return Look(typestr, tuple(target.shape), None)
     interface = array_interface(target)
     if interface is None:
@@ -156,7 +159,7 @@ class FunctionRecord:
     carveout: int
     wide_clusters: bool
     signature: Signature | None
-    """None if unknown."""
+    """The kernel's signature; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.context import Context
-from ostinato.driver.signature import Access
+from ostinato.driver.signature import BF16_TYPESTR, Access
 from ostinato.driver.stream import Stream
 from ostinato.errors import DriverError, GraphFileError, InputError
 from ostinato.files import temporary_beside
@@ -54,7 +54,6 @@ from ostinato.graph.executable import GraphExec
 from ostinato.graph.graph import Graph
 from ostinato.graphfile.container import tensor_bytes, write_file
 from ostinato.graphfile.records import (
-    BFLOAT16,
     Block,
     EdgeRecord,
     FunctionRecord,
@@ -321,7 +320,7 @@ def _kind_of(look: Look | None, memory: MemoryRange) -> tuple[tuple[int, ...], n
     """Returns shape and dtype; those of bytes if unknown or if elements are not in C order."""
     if look is not None and look.strides is None:
         with suppress(TypeError):
-            dtype = np.dtype("<u2" if look.typestr == BFLOAT16 else look.typestr)
+            dtype = np.dtype("<u2" if look.typestr == BF16_TYPESTR else look.typestr)
             fits = math.prod(look.shape) * dtype.itemsize == memory.nbytes
             if dtype.kind in "biufc" and fits:
                 return look.shape, dtype

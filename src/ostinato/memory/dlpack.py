@@ -17,7 +17,7 @@ import numpy as np
 
 from ostinato.driver.context import Context
 from ostinato.driver.interrupts import uninterrupted
-from ostinato.driver.signature import BF16, array_interface
+from ostinato.driver.signature import BF16, BF16_TYPESTR, array_interface
 from ostinato.errors import InputError
 from ostinato.memory.buffer import Buffer, device_dtype
 
@@ -75,7 +75,7 @@ def _of_interface(context: Context, array: object, interface: Mapping[str, Any])
     try:
         shape = tuple(operator.index(n) for n in interface["shape"])
         typestr = interface["typestr"]
-        named = BF16 if typestr == "<V2" else np.dtype(typestr)  # torch's bfloat16
+        named = BF16 if typestr == BF16_TYPESTR else np.dtype(typestr)
         strides = interface.get("strides")
         strides = None if strides is None else [operator.index(n) for n in strides]
         address = operator.index(interface["data"][0])
