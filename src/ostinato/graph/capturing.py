@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from ostinato.driver.api import (
     CaptureInfo,
@@ -73,6 +73,8 @@ _INSIDE = (
     "Submit it to the stream that is captured, or fork this one from it "
     "(side.wait(stream.record())) and join it again (stream.wait(side.record()))."
 )
+ModeName: TypeAlias = Literal["global", "thread_local", "relaxed"]
+"""The name of a `CaptureMode`."""
 _PATIENCE = 10.0
 """Seconds that a beginning capture waits for other threads' calls."""
 
@@ -562,7 +564,7 @@ class Capture:
         self,
         stream: Stream,
         *,
-        mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
+        mode: ModeName = "thread_local",
         pool: CapturePool | None = None,
         into: Graph | None = None,
         contained: bool = False,
@@ -757,7 +759,7 @@ class _Block(_GeneratorContextManager[Capture]):
 def capture(
     stream: Stream,
     *,
-    mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
+    mode: ModeName = "thread_local",
     pool: CapturePool | None = None,
     into: Graph | None = None,
     contained: bool = False,
@@ -797,7 +799,7 @@ def capture_function(
     stream: Stream,
     work: Callable[[], object],
     *,
-    mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
+    mode: ModeName = "thread_local",
     pool: CapturePool | None = None,
     trace: bool = False,
 ) -> Graph:

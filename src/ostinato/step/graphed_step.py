@@ -41,6 +41,7 @@ from ostinato.graph import (
     first_missing,
     submissions,
 )
+from ostinato.graph.capturing import ModeName
 from ostinato.memory import CapturePool, PoolState
 from ostinato.settings import ReplaySettings
 from ostinato.step.cache import GraphCache
@@ -156,7 +157,7 @@ class GraphedStep(Closeable):
         preload: Callable[[], object] | None = None,
         builder: Builder | None = None,
         repeatable: bool = False,
-        mode: Literal["global", "thread_local", "relaxed"] = "thread_local",
+        mode: ModeName = "thread_local",
         pool: CapturePool | None = None,
         settings: ReplaySettings | None = None,
         profile: ReplayProfile | None = None,
