@@ -10,8 +10,9 @@ one host meet by a file that only this user may read, named for the launcher's p
 hosts, MASTER_ADDR and MASTER_PORT must be set.  If both are set, they are used with every launcher.
 
 torchrun's own store listens at MASTER_PORT, so the hub takes one of the next ports.  The token of
-such a group is the launcher's name for the job.  It keeps jobs apart and is no secret: whoever can
-reach the port can join, as with the launchers' own stores.  `new_group_id` makes a random token.
+such a group is the launcher's name for the job.  The token separates jobs but is not a secret: any
+process that can reach the port can join, as with the launchers' own stores.  `new_group_id` makes a
+random token.
 """
 
 from __future__ import annotations

@@ -302,8 +302,8 @@ class Context:
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """In the block this thread may make calls that captures forbid and that cannot harm one,
-        such as an allocation: they break none, whichever thread captures."""
+        """Allows, in the block, calls of this thread that captures forbid but that cannot harm
+        one, such as an allocation; they break no capture, whichever thread captures."""
         before = self.driver.thread_exchange_capture_mode(CaptureMode.RELAXED)
         try:
             yield
