@@ -12,6 +12,7 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import causes
+from ostinato.explain.times import NotLaunched
 from ostinato.graph.node import every_node
 from ostinato.step.check import Memory, check_runs
 from ostinato.step.engine import Call, Change, Engine, Options, Work
@@ -27,6 +28,7 @@ __all__ = [
     "Engine",
     "HostLaunch",
     "Memory",
+    "NotLaunched",
     "Options",
     "Work",
     "causes",

@@ -6,6 +6,7 @@ Its arrays are buffers with a shape, its functions launch kernels on its current
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.chains import Wait
+from ostinato.interop.reading.library import NotGraphable, Waits
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.trees import Join
@@ -49,8 +51,15 @@ class Array:
         return int(np.prod(self.shape))
 
     def numpy(self) -> Any:
+        chain = self.lib.here.chain
+        if chain is not None:
+            return chain.read(self)
+        return self.content()
+
+    def content(self) -> Any:
         assert not self.lib.capturing(), "status 900: a copy to the host inside a capture"
-        for stream in self.lib.streams[:2]:  # not the device: another thread may be capturing
+        # Not the device, and not any stream: another thread may be capturing.
+        for stream in {*self.lib.streams[:2], self.lib.here.stream}:
             stream.synchronize()
         return self.buffer.to_numpy(stream).reshape(-1)[: self.size].reshape(self.shape)
 
@@ -83,6 +92,7 @@ class Here(threading.local):
         self.stream = stream
         self.capture: ost.Capture | None = None
         self.pool: list[ost.Buffer] = []
+        self.chain: Chaining | None = None
 
 
 class Installed:
@@ -108,6 +118,48 @@ class Installed:
         return ()
 
 
+class Chaining:
+    """A chain that is being built: a capture from each wait to the next one."""
+
+    def __init__(self, lib: Lib, links: Any) -> None:
+        self.lib, self.links = lib, links
+        self.pool = [lib.device.zeros(4096, "f4") for _ in range(64)]
+        self.own = {buffer.storage.address for buffer in self.pool}
+        lib.here.pool = [*self.pool]
+        self.written: set[int] = set()
+
+    def begin(self) -> None:
+        self.capture = ost.Capture(self.lib.side)
+        self.lib.here.capture = self.capture.begin()
+
+    def end(self) -> None:
+        self.lib.here.capture = None
+        if not self.lib.side.capture_info().dependencies:
+            self.capture.abort()  # nothing was captured
+            return
+        graph = self.capture.end()
+        adopted = ost.Graph.adopt(self.lib.device, int(graph.handle), owner=(graph, self.pool))
+        self.links.submitted(adopted, self.lib.side)
+
+    def read(self, array: Array) -> Any:
+        """What `array.numpy()` returns: it waits."""
+        self.end()
+        other = array.lib.alias(array)  # its shape may be changed in place
+        frame = sys._getframe(2)
+        found = other.content()
+        self.links.waited(
+            Wait(
+                f"{frame.f_code.co_filename}:{frame.f_lineno}: ",
+                found.tobytes(),
+                lambda: other.content().tobytes(),
+                frozenset(self.written - self.own),
+                self.lib.unseen,
+            )
+        )
+        self.begin()
+        return found
+
+
 class Lib:
     """The library; also what `Graphed` needs of it (`Library`)."""
 
@@ -131,6 +183,10 @@ class Lib:
         self.captures = 0
         self.waits = 0
         self.trims: list[bool] = []
+        self.chains = False
+        self.unseen = ""
+        self.unchained = ""
+        """For tests: why the next chain cannot be replayed."""
 
     # --- the library itself
     def seed(self, state: int) -> None:
@@ -149,6 +205,8 @@ class Lib:
 
     def launch(self, name: str, *args: Any) -> None:
         kernel, stream = self.kernels[name], self.here.stream
+        if self.here.chain is not None:
+            self.here.chain.written.add(args[0].storage.address)
         if self.capturing():  # as other libraries do: nobody here knows what it reads
             packed = kernel.arguments(*args)
             kernel.context.driver.launch_kernel(stream.handle, kernel.function, ONE, packed)
@@ -262,10 +320,34 @@ class Lib:
                 finally:
                     self.here.capture = None
         except (RuntimeError, AssertionError, ost.OstinatoError) as error:
-            raise NotGraphable(f"{type(error).__name__}: {error}") from None
+            kind = Waits if "status 900" in str(error) else NotGraphable
+            raise kind(f"{type(error).__name__}: {error}") from None
         # Adopted, as other libraries' graphs are: without what their launches said of addresses.
         graph = capture.graph
         return ost.Graph.adopt(self.device, int(graph.handle), owner=(graph, pool)), result
+
+    @property
+    def chain(self) -> Any:
+        return self._chain if self.chains else None
+
+    def _chain(self, work: Callable[[ost.Stream], Any], links: Any) -> tuple[Any, str]:
+        current, self.here.chain = self.here.stream, Chaining(self, links)
+        self.side.wait(current.record())
+        chain = self.here.chain
+        try:
+            with self.on(self.side):
+                chain.begin()
+                try:
+                    result = work(self.side)
+                except BaseException:
+                    chain.end()  # what ran before it counts
+                    raise
+                chain.end()
+        finally:
+            self.here.chain = None
+            current.wait(self.side.record())
+        why, self.unchained = self.unchained, ""
+        return result, why
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return isinstance(error, MemoryError)
@@ -285,10 +367,10 @@ class Lib:
 
     def copy(self, into: Array, array: Array) -> None:
         assert into.shape == array.shape
-        self.launch("line", into.buffer, array.buffer, array.size, 1.0, 0.0)
+        self.launch("line", into.buffer, array.buffer, array.size, 1.0, -0.0)
 
     def clone(self, array: Array, /) -> Array:
-        return array.line(1.0)
+        return array.line(1.0, -0.0)
 
     def alias(self, array: Array, /) -> Array:
         return Array(self, array.shape, array.buffer)

@@ -4,20 +4,24 @@ function runs in a replay, and what it read is what it was."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ostinato as ost
 from ostinato.device import Device
+from ostinato.interop.captures import waits
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import GraphedOptions, NotGraphable
+from ostinato.interop.reading.chains import Wait
+from ostinato.interop.reading.library import GraphedOptions, NotGraphable, Waits
 from ostinato.interop.torch.capturing import explained
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch
+from ostinato.interop.torch.waits import Segments
 
 _tree_map: Any = torch.utils._pytree.tree_map
 _tree_leaves: Any = torch.utils._pytree.tree_leaves
@@ -38,9 +42,16 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.noted: list[tuple[Any, Any, Any, list[Any]]] = []
         self._before: list[tuple[Any, Any]] = []
+        self.broken = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func._can_decompose():  # in inference mode: a part of it may wait
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return func(*args, **(kwargs or {}))
+        if self.broken or func in _WAITING or _masked(func, args):
+            self.broken = True
             raise RuntimeError("operation not permitted when stream is capturing")
         given = _tree_map(_same_memory, (args, kwargs or {}))
         for one in _tree_leaves(given):
@@ -61,6 +72,64 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                 for into, new in zip(results, _tree_leaves(func(*args, **kwargs)), strict=True):
                     if isinstance(into, torch.Tensor) and into.data_ptr() != new.data_ptr():
                         into.copy_(new)
+
+
+_WAITING = (
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten._linalg_check_errors.default,
+    # No tag of torch says that it waits: a chain learns it when it breaks a capture.
+    torch.ops.aten._linalg_eigh.default,
+)
+
+
+def _masked(func: Any, args: Any) -> bool:
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+class Slot(TorchDispatchMode):  # type: ignore[misc]
+    """Passes the operations of a chain to the tape of its present capture."""
+
+    tape: Tape | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.tape is None:
+            return func(*args, **(kwargs or {}))
+        return self.tape.__torch_dispatch__(func, types, args, kwargs)
+
+
+class TapeSegment:
+    """A capture of a chain."""
+
+    def __init__(self, slot: Slot, device: Device) -> None:
+        self.slot, self.device, self.tape = slot, device, Tape()
+        slot.tape, OnCpu.inside = self.tape, True
+
+    def active(self) -> bool:
+        return not self.tape.broken
+
+    def position(self) -> int:
+        return len(self.tape.noted)
+
+    def abort(self) -> None:
+        self.slot.tape, OnCpu.inside = None, False
+        self.tape.undo()
+
+    def end(self) -> ost.Graph | None:
+        self.abort()
+        if self.tape.broken:
+            raise RuntimeError("the capture was broken")
+        if not self.tape.noted:
+            return None
+        graph = ost.Graph.create(self.device)
+        graph.add_call(self.tape.play)
+        return graph
+
+    def refused(self, error: Exception) -> bool:
+        return False
 
 
 class OnCpu(Torch):
@@ -101,12 +170,13 @@ class OnCpu(Torch):
         """The host driver's kernels cannot reach torch's memory."""
 
     @contextmanager
-    def _captured(self) -> Iterator[None]:
+    def _captured(self, chains: bool = False) -> Iterator[None]:
         OnCpu.inside = True
         try:
             yield
         except Exception as error:
-            raise NotGraphable(explained(error)) from None
+            kind = Waits if chains and waits(error) else NotGraphable
+            raise kind(explained(error)) from None
         finally:
             OnCpu.inside = False
 
@@ -140,6 +210,46 @@ class OnCpu(Torch):
 class OnTape(OnCpu):
     """Its captures are tapes."""
 
+    chains = False
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.waiting: set[Any] = set()
+
+    @property
+    def chain(self) -> Any:
+        return self._chain if self.chains else None
+
+    def _chain(self, work: Callable[[Any], Any], links: Any) -> tuple[Any, str]:
+        slot = Slot()
+
+        def launch(graph: ost.Graph) -> None:
+            links.submitted(graph, self.ours)
+            self.ours.synchronize()
+
+        class Waited:
+            """torch knows nothing of the host driver's streams."""
+
+            @staticmethod
+            def waited(wait: Wait) -> None:
+                def again() -> Any:
+                    self.ours.synchronize()
+                    return wait.again()
+
+                links.waited(dataclasses.replace(wait, again=again))
+
+        mode: Any = Segments(
+            lambda: TapeSegment(slot, self.device),
+            launch,
+            cast(Any, Waited),
+            self.waiting,
+            self.where,
+            lambda make: make(),
+        )
+        with slot:
+            result = mode.run(lambda: work(self.ours))
+        return result, mode.why
+
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)
         # The operations of a capture run here, and indices must be some.
@@ -149,7 +259,7 @@ class OnTape(OnCpu):
     def capture(self, work: Callable[[Any], Any]) -> tuple[ost.Graph, Any]:
         tape = Tape()
         try:
-            with self._captured(), tape:
+            with self._captured(self.chains), tape:
                 result = work(self.ours)
         finally:
             tape.undo()
@@ -188,9 +298,11 @@ def on_cpu(library: OnCpu, function: Any, **options: Any) -> Any:
     return _Waiting(function, *rest, **named)
 
 
-def on_tape(device: Device, function: Any, **options: Any) -> Any:
-    """The same with frozen captures."""
-    step = on_cpu(OnTape(device), function, **options)
+def on_tape(device: Device, function: Any, *, chains: bool = False, **options: Any) -> Any:
+    """The same with frozen captures, and with chains of them if it waits."""
+    library = OnTape(device)
+    library.chains = chains
+    step = on_cpu(library, function, **options)
     # A tape holds memory, not words that point at it.
     step._maker._cannot_rebind = lambda captured, now: "a tape cannot be bound"
     return step

@@ -94,6 +94,13 @@ def disturbed(error: BaseException) -> bool:
     return statuses - {None} == {Status.STREAM_CAPTURE_INVALIDATED}
 
 
+def waits(error: BaseException) -> bool:
+    """True if an error of a capture means that one of its own calls waits for the device, or does
+    something else that no capture takes."""
+    cause = error.__cause__ if isinstance(error, NotGraphable) else error
+    return cause is not None and _status(cause) == Status.STREAM_CAPTURE_UNSUPPORTED
+
+
 def _status(error: BaseException) -> int | None:
     """Returns the status of the capture rule that an error reports, also from CUDA's text, or
     None."""

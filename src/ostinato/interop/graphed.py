@@ -13,6 +13,8 @@ The path of a call; each step is taken only if the steps before it give no resul
     Engine     a replay (`_Work.bind`), a warm-up (`warm`), a capture (`build`, `slots.py`) or a
                graph from the store (`restored`, `saving.py`), a graph that is bound to memory
                that has moved (`fits`), a check (`checking.py`), or an eager run and its reason
+
+A key whose calls wait for the device has a line for each of its chains (`_waiting`, `chains.py`).
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from ostinato.errors import (
     OutOfMemoryError,
 )
 from ostinato.interop.reading.arguments import Arguments
+from ostinato.interop.reading.chains import Chain, Diverged
 from ostinato.interop.reading.checking import CallEffects
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Guarded, Guards
+from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
     GraphedOptions,
@@ -49,6 +53,7 @@ from ostinato.interop.reading.library import (
     NoMemory,
     NotGraphable,
     Turns,
+    Waits,
 )
 from ostinato.interop.reading.recheck import (
     EAGER,
@@ -61,9 +66,9 @@ from ostinato.interop.reading.recheck import (
     eager,
     recheck,
 )
-from ostinato.interop.reading.records import Captured, Line, ReadCall
+from ostinato.interop.reading.records import Captured, Line, ReadCall, Waiting
 from ostinato.interop.reading.saving import Saving
-from ostinato.interop.reading.slots import Maker
+from ostinato.interop.reading.slots import Maker, Raised
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
@@ -72,6 +77,7 @@ from ostinato.lowlevel import (
     Closeable,
     Counts,
     Engine,
+    NotLaunched,
     Work,
     causes,
     check_runs,
@@ -92,6 +98,16 @@ _FULL = (
     "a capture had no memory ({}). Free some, or let the graphs hold less (budget=, buckets for "
     "sizes that change); call forget() to capture again"
 )
+_MOST_CHAINS = 8
+"""The most chains of a key: the values that the host sees in its calls."""
+_MOST_FAILURES = 8
+"""The number of builds in a row without a chain after which a key is given up."""
+_TRIALS = 3
+"""The number of eager runs, and of calls by a chain, that are timed, to compare them."""
+_GAIN = 0.95
+"""The largest time of a chain, as a part of that of an eager run, with which it is kept."""
+_STRANGE = 16
+"""The number of calls with values of no chain, and more for served ones, that gives a key up."""
 _numbers = itertools.count()
 """Numbers of keys, over all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
@@ -269,35 +285,12 @@ class Graphed(Guarded, Closeable):
         if line.refused:
             self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
-        work, captured = _Work(self, line, given), line.captured()
-        if (  # there is no graph, or the last decision was for another state
-            captured is None
-            or captured.epoch != given.epoch
-            or (captured.attached and not all(each.fits for each in captured.attached))
-            or (given.statics and self._subject.pointers(given) != captured.pointers)
-            or (given.sizes and not _fits(line, given))
-            or ((line.written or line.state) and self._overlaps(line, given))
-        ):
-            work.begin()
-            line.decided_at = None
-        del captured  # the graph owns it, and may be dropped now
-        try:
-            decision = self._engine.call(work)
-        except ClosedError:
-            if work.ran or not self.cache.closed:
-                raise
-            self._engine.broken = Reason.NOT_GRAPHABLE, "the cache of its graphs is closed"
-            if self._options.strict:
-                raise
+        if line.waits is not None and not line.reason:
+            return self._waiting(line, line.waits, given, key)
+        work = self._decided(line, given)
+        decision, made = work.decision, work.made
+        if decision is None:
             return EAGER
-        captured, made = work.captured, work.made
-        if captured is not None and made is not None:
-            if captured.attached or captured.written or captured.tree.given or given.sizes:
-                work.result = self._results(line, captured, given, made)
-            else:  # its only effect is a result of the copies alone
-                work.result = captured.give(made)
-            if not (captured.compared or given.sizes):
-                self._compare(line, captured, given)
         if work.slow and self._hot:
             self._set_hot()  # drops the ways that recursive calls have set meanwhile
         alike = made is not None and not work.slow
@@ -310,6 +303,182 @@ class Graphed(Guarded, Closeable):
         if began and not work.slow:
             line.times.append((time.perf_counter_ns() - began) / 1e9)
         return work.result
+
+    def _decided(
+        self, line: Line, given: ReadCall, unmet: tuple[Reason, str] | None = None
+    ) -> _Work:
+        """Makes a call by its line; eagerly for a reason `unmet`."""
+        work = _Work()  # without a frame of Python: each call by its key comes here
+        work.door, work.call, work.given, work.options = self, line, given, self._options
+        work.unmet = unmet
+        captured = line.captured()
+        if (  # there is no graph, or the last decision was for another state
+            captured is None
+            or captured.epoch != given.epoch
+            or (captured.attached and not all(each.fits for each in captured.attached))
+            or (given.statics and self._subject.pointers(given) != captured.pointers)
+            or (given.sizes and not _fits(line, given))
+            or ((line.written or line.state) and self._overlaps(line, given))
+        ):
+            work.begin()
+            line.decided_at = None
+        del captured  # the graph owns it, and may be dropped now
+        try:
+            work.decision = self._engine.call(work)
+        except ClosedError:
+            if work.ran or not self.cache.closed:
+                raise
+            self._engine.broken = Reason.NOT_GRAPHABLE, "the cache of its graphs is closed"
+            if self._options.strict:
+                raise
+            return work
+        captured, made = work.captured, work.made
+        if captured is not None and made is not None:
+            if captured.attached or captured.written or captured.tree.given or given.sizes:
+                work.result = self._results(line, captured, given, made)
+            else:  # its only effect is a result of the copies alone
+                work.result = captured.give(made)
+            if not (captured.compared or given.sizes):
+                self._compare(line, captured, given)
+        return work
+
+    # --- calls that wait for the device
+    def _waiting(self, line: Line, waiting: Waiting, given: ReadCall, key: Hashable) -> Any:
+        """Makes a call that waits, by the chain whose values the host sees, by a new chain, or
+        eagerly; returns EAGER if the caller must run it."""
+        strict = self._options.strict
+        if len(waiting.eager) < _TRIALS and not strict:
+            return self._timed(line, waiting, given)
+        values: tuple[Hashable, ...] = ()
+        where, timed = "", len(waiting.chained) < _TRIALS and not strict
+        for each in [*waiting.chains]:
+            captured = each.captured()
+            if captured is None or captured.chain is None:
+                continue
+            if captured.chain.values[: len(values)] != values:
+                continue
+            began = time.perf_counter()
+            try:
+                work = self._decided(each, given)
+            except Diverged as other:
+                values, where = other.values, other.line
+                self._engine.entered(each)[1].calls -= 1
+                continue
+            except Raised as raised:
+                error = raised.error
+            else:
+                waiting.served += 1
+                if each is not waiting.chains[0]:
+                    waiting.chains.remove(each)
+                    waiting.chains.insert(0, each)
+                if timed and work.made is not None:
+                    self._library.stream().synchronize()
+                    waiting.chained.append(time.perf_counter() - began)
+                    if len(waiting.chained) == _TRIALS:
+                        self._weigh(line, waiting, captured.chain.words)
+                return work.result
+            raise error
+        return self._new_chain(line, waiting, given, key, where)
+
+    def _timed(self, line: Line, waiting: Waiting, given: ReadCall) -> Any:
+        """Runs a call eagerly, and times it with the wait for the device at its end."""
+        self._set_hot()  # the call may change what the ways rely on
+        _, counts = self._engine.entered(line)
+        counts.calls += 1
+        counts.ran_eagerly(0, Reason.WAITS.value)
+        stream = self._library.stream()
+        stream.synchronize()
+        began = time.perf_counter()
+        result = self._function(*given.args, **given.kwargs)
+        stream.synchronize()
+        waiting.eager.append(time.perf_counter() - began)
+        return result
+
+    def _weigh(self, line: Line, waiting: Waiting, words: str) -> None:
+        """Gives a key up if its chain is not faster than eager runs."""
+        chained, eager = min(waiting.chained), min(waiting.eager)
+        if chained > _GAIN * eager:
+            self._unchain(
+                line,
+                waiting,
+                f"as a chain ({words}) a call takes {1e6 * chained:.0f} µs, and eagerly "
+                f"{1e6 * eager:.0f} µs",
+            )
+
+    def _unchain(self, line: Line, waiting: Waiting, why: str) -> None:
+        """Gives up a key with chains, and drops these."""
+        self._give_up(line, f"{waiting.why}; {why}")
+        for key, each in [*self._lines.items()]:
+            if each.parent is line:
+                self.cache.evict(each.name)
+                del self._lines[key]
+        waiting.chains.clear()
+
+    def _new_chain(
+        self, line: Line, waiting: Waiting, given: ReadCall, key: Hashable, where: str
+    ) -> Any:
+        """Makes a call with values of no chain: builds one, or runs it eagerly."""
+        waiting.strange += bool(where)
+        chain = next((each for each in waiting.chains if each.captured() is None), None)
+        if chain is None and len(waiting.chains) >= _MOST_CHAINS:
+            why = f"the value at {where} is another one in most calls"
+            if waiting.strange > _STRANGE + 4 * waiting.served:
+                self._unchain(line, waiting, why)
+            return self._decided(line, given, (Reason.NOT_GRAPHABLE, why)).result
+        if chain is None:
+            chain = Line(f"{self.name} #{next(_numbers)}", words=line.words, parent=line)
+            chain.warmed, chain.shapes, chain.tokens = True, line.shapes, line.tokens
+            chain.written, chain.state = set(line.written), set(line.state)
+            self._lines[key, chain] = chain
+            waiting.chains.insert(0, chain)
+        try:
+            work = self._decided(chain, given)
+        except Raised as raised:
+            error = raised.error
+        else:
+            self._note_build(line, waiting, chain)
+            return work.result
+        raise error
+
+    def _note_build(self, line: Line, waiting: Waiting, chain: Line) -> None:
+        """Gives a key up after a build that cannot succeed, or too many that did not."""
+        if chain.captured() is not None:
+            waiting.failures = 0
+            return
+        waiting.failures += 1
+        why = chain.reason
+        if why or waiting.failures >= _MOST_FAILURES:
+            self._unchain(line, waiting, why or chain.unbound or "no chain of graphs could be made")
+
+    def _build_chain(self, work: _Work) -> GraphExec:
+        """Runs a call for real, as the chain of its line.  Raises Raised, NotGraphable."""
+        line, given, maker = work.call, work.given, self._maker
+        kept = self._subject.keep(given)
+        before = _Before(self._library, given.state, line.state, random=True)
+        try:
+            run = maker.run_chain(given, kept)
+        except Raised:
+            raise
+        except BaseException as error:
+            before.put_back()
+            self._take_back(kept, given, error)
+            raise
+        work.ended = True
+        try:
+            made, captured = maker.chained(line, given, run)
+        except BaseException as error:
+            line.unbound = str(error)
+            work.result = maker.whole(run, given)
+            raise
+        assert line.entry is not None and line.counts is not None and captured.chain is not None
+        line.counts.capture_reasons[line.unbound or "the call waits for the device"] += 1
+        line.unbound = ""
+        if line.parent is not None:
+            line.words = f"{line.parent.words}: {captured.chain.words}"
+        self._attach(captured, line)
+        self._compare(line, captured, given)
+        work.result = self._results(line, captured, given, ())
+        return made
 
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -408,7 +577,7 @@ class Graphed(Guarded, Closeable):
         """Counts a call of a fold; returns EAGER, since the caller must run it."""
         line = fold.line
         if fold.endless:
-            self._engine.call(_Work(self, line, given))
+            self._decided(line, given)
         else:  # like first calls of keys, which run eagerly even if `strict`
             _, counts = self._engine.entered(line)
             counts.calls += 1
@@ -417,7 +586,7 @@ class Graphed(Guarded, Closeable):
 
     def _forget(self) -> None:
         """Drops the older half of the keys without a graph."""
-        idle = [key for key, line in [*self._lines.items()] if line.captured() is None]
+        idle = [k for k, line in [*self._lines.items()] if not (line.captured() or line.waits)]
         for key in idle[: max(1, len(idle) // 2)]:
             del self._lines[key]
             if isinstance(key, Fold):
@@ -696,19 +865,7 @@ class Graphed(Guarded, Closeable):
             graph, captured = self._maker.make(line, work, kept)
             made = graph.instantiate(upload=self._subject.turns.take())
         except BaseException as error:
-            kept.put_back()  # the call runs eagerly next
-            left = self._subject.changed_state(work)
-            if (
-                left
-                and isinstance(error, Exception)
-                and not isinstance(error, ContextPoisonedError)
-            ):
-                raise NotGraphable(
-                    self._subject.at(
-                        f"{error}; and before it failed, the capture changed Python state that "
-                        f"could not be put back ({left})"
-                    )
-                ) from error
+            self._take_back(kept, work, error)
             raise
         assert line.entry is not None and line.counts is not None
         again = line.entry.captures or line.entry.installed
@@ -717,6 +874,19 @@ class Graphed(Guarded, Closeable):
         line.unbound = ""
         self._attach(captured, line)
         return made
+
+    def _take_back(self, kept: HostSnapshot, work: ReadCall, error: BaseException) -> None:
+        """Puts back the Python state that a run before an error has changed, since the call runs
+        eagerly next.  Raises NotGraphable if some cannot be put back."""
+        kept.put_back()
+        left = self._subject.changed_state(work)
+        if left and isinstance(error, Exception) and not isinstance(error, ContextPoisonedError):
+            raise NotGraphable(
+                self._subject.at(
+                    f"{error}; and before it failed, the capture changed Python state that could "
+                    f"not be put back ({left})"
+                )
+            ) from error
 
     def _fit(self, line: Line, work: ReadCall) -> bool:
         """True if the graph of a key can be replayed for a call; binds it anew if it must be."""
@@ -729,6 +899,9 @@ class Graphed(Guarded, Closeable):
             return False
         if captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
             return True
+        if captured.chain is not None:
+            line.unbound = "memory that it uses has moved"
+            return False
         line.unbound = self._maker.rebind(line, captured, work)
         line.entry.graph.checked.clear()
         return not line.unbound
@@ -810,7 +983,11 @@ class Graphed(Guarded, Closeable):
         with self._lock:
             for line in self._lines.values():
                 with suppress(NotHeldError), self.cache.hold(line.name) as run:
-                    parts.append(f"{line.name}: {line.words}\n{run.graph}")
+                    captured = line.captured()
+                    chain = None if captured is None else captured.chain
+                    graphs = [] if chain is None else chain.graphs
+                    text = "\n".join([str(graph) for graph in [*graphs, run.graph]])
+                    parts.append(f"{line.name}: {line.words}\n{text}")
         return "\n\n".join(parts) or f"graphed {self.name} keeps no graph yet"
 
     def forget(self) -> int:
@@ -849,6 +1026,24 @@ _UNSEEN = (
 )
 
 
+class _Before:
+    """The content of arrays and the states of generators, to put them back."""
+
+    def __init__(
+        self, library: Library, arrays: Sequence[Any], indices: Collection[int], *, random: bool
+    ) -> None:
+        self._library = library
+        found = [arrays[index] for index in indices if index < len(arrays)]
+        self._arrays = [(array, library.clone(array)) for array in found]
+        self._random = library.save_random() if random else None
+
+    def put_back(self) -> None:
+        for array, content in self._arrays:
+            self._library.copy(array, content)
+        if self._random is not None:
+            self._library.restore_random(self._random)
+
+
 class _NoCopies(Exception):
     """An error: the device has no memory for copies of a call's arguments."""
 
@@ -857,6 +1052,10 @@ class _Work(Work):
     """A call of a function."""
 
     call: Line
+    door: Graphed
+    given: ReadCall
+    decision: Decision | None = None
+    """What the call became; None if the cache is closed, and the caller must run it."""
     captured: Captured | None = None
     """The record of the graph that was replayed."""
     made: Sequence[Any] | None = None
@@ -866,12 +1065,15 @@ class _Work(Work):
     """True if the call was more than a replay."""
     ran = False
     """True if the function was run for the call."""
+    ended = False
+    """True if a build has run the whole call."""
+    unmet: tuple[Reason, str] | None = None
+    """The reason why the call runs eagerly."""
+    _before: _Before | None = None
+    """What a chain must put back if its last graph is not launched."""
     _built = False
     _learns: Captured | None = None
     _why = ""
-
-    def __init__(self, door: Graphed, line: Line, given: ReadCall) -> None:
-        self.door, self.call, self.given, self.options = door, line, given, door._options
 
     @cached_property
     def stream(self) -> Stream:  # type: ignore[override]  # a replay notes its own (`bind`)
@@ -884,6 +1086,8 @@ class _Work(Work):
     def unfit(self) -> tuple[Reason, str] | None:
         door, line, given, entry = self.door, self.call, self.given, self.call.entry
         assert entry is not None
+        if self.unmet is not None:
+            return self.unmet
         there = entry.graph is not None
         if not there and not line.warmed and entry.reason is None:
             why = door._refusal(given)
@@ -905,6 +1109,7 @@ class _Work(Work):
 
     def run(self, *, padded: bool = False) -> None:
         self.made = None
+        self._put_back()
         captured = self.call.captured() if self._built else None
         if captured is not None:
             captured.detach()
@@ -932,14 +1137,26 @@ class _Work(Work):
         return self._why or (decision.detail if told else decision.reason.value)
 
     # --- graphs
+    @property
+    def done(self) -> bool:
+        return self.ended
+
     def build(self) -> GraphExec:
         self.ran = True
+        if self.call.parent is not None:
+            return self.door._build_chain(self)
         made = self.door._capture(self.call, self.given)
         self._built = True
         return made
 
     def failed(self, error: Exception) -> tuple[Reason, str] | None:
         door = self.door
+        if isinstance(error, Raised):
+            return None
+        if isinstance(error, Waits) and door._library.chain is not None and not self.given.sizes:
+            if self.call.parent is None:
+                self.call.waits = Waiting(str(error))
+            return Reason.WAITS, str(error)
         short = door._is_out_of_memory(error)
         if short or isinstance(error, CaptureDisturbed):
             reason, text = (Reason.NO_MEMORY, _FULL) if short else (Reason.DISTURBED, _BROKEN)
@@ -983,6 +1200,8 @@ class _Work(Work):
             door._stage(captured, given, poisoned)
         elif moves is None:
             captured.stage(given.leaves)
+        if captured.chain is not None:
+            self._run_chain(captured.chain)
         if moves is None:
             self.made = []
             return None
@@ -990,6 +1209,24 @@ class _Work(Work):
         made = self.made = [*itertools.starmap(library.new, captured.recipes)]
         address = library.address
         return moves.change(moves.packed(*map(address, leaves), *map(address, made)))
+
+    def _run_chain(self, chain: Chain) -> None:
+        """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
+        as before the call."""
+        library = self.door._library
+        self._before = _Before(library, self.given.state, chain.saved, random=chain.draws)
+        try:
+            chain.run(self.stream)
+        except BaseException as error:
+            self._put_back()
+            if isinstance(error, OstinatoError) and not isinstance(error, ContextPoisonedError):
+                raise NotLaunched(str(error)) from error
+            raise
+
+    def _put_back(self) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.put_back()
 
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
         door, line = self.door, self.call

@@ -191,9 +191,14 @@ class Work(ABC):
     def build(self) -> GraphExec:
         """Makes its graph.  No work runs."""
 
+    @property
+    def done(self) -> bool:
+        """True if `build` has run the call, whose answer counts also if the build failed."""
+        return False
+
     def failed(self, error: Exception) -> tuple[Reason, str] | None:
         """Classifies an error of `build`: for NO_MEMORY and DISTURBED the key is tried again later,
-        for any other reason it is given up; for None the error is raised."""
+        for WAITS by its door; for any other reason it is given up; for None the error is raised."""
         if out_of_memory(error):
             return Reason.NO_MEMORY, str(error)
         if disturbed(error):
@@ -217,7 +222,7 @@ class Work(ABC):
     @abstractmethod
     def bind(self) -> Change:
         """Writes, before each replay, the memory that the graph reads, in stream order.  Returns
-        the change of the executable for this launch."""
+        the change of the executable for this launch.  After a NotLaunched the call runs eagerly."""
 
     @property
     def binds(self) -> bool:
@@ -472,7 +477,10 @@ class Engine:
         counts = self._counts_of(entry) if call.counts is None else call.counts
         if verify != "off" and self._is_due(verify, work, counts, kept):
             return self._checked(work, entry, kept, decision)
-        change = work.bind()
+        try:
+            change = work.bind()
+        except NotLaunched as error:
+            return self._refused(work, entry, error.__cause__ or error)
         refused: BaseException | None = None
         try:
             executable = kept.executable
@@ -603,6 +611,11 @@ class Engine:
         if work.recorded:
             return self._build_by_record(work, entry, decision)
         failure = self.make(work, entry)
+        if work.done:
+            self._counts_of(entry).ran_eagerly(0, work.words(decision))
+            return decision
+        if failure is not None and failure.reason is Reason.WAITS:
+            return self._run_eager(work, entry, failure)
         if failure is not None:
             # The build ran nothing, so the call must still run the work once.
             return self._fall_back(work, entry, failure.reason, failure.detail)
@@ -657,6 +670,8 @@ class Engine:
             work.trim(short=False)
         if reason in (Reason.NO_MEMORY, Reason.DISTURBED):
             return self._disturbed(work, entry, reason, why)
+        if reason is Reason.WAITS:
+            return Decision(Action.EAGER, reason, why)
         return self.give_up(entry, reason, why, strict=work.options.strict)
 
     def _make_room(self, work: Work) -> bool:

@@ -42,6 +42,7 @@ class Reason(enum.StrEnum):
     OVER_BUCKETS = "the size is over the largest bucket"
     NOT_GRAPHABLE = "the call cannot be a graph"
     OVERLAP = "an argument shares memory with another that is written"
+    WAITS = "the call waits for the device; it is timed before it becomes a chain of graphs"
     LEARNING = "where the size shows in the results is learned from an eager run"
     REFUSED = "the replay was refused, and nothing of it ran"
     RECAPTURED = Refusal.RECAPTURED.value
@@ -62,6 +63,7 @@ _EXPECTED = {
     Reason.REPLAYED,
     Reason.FIRST_USE,
     Reason.WARMING_UP,
+    Reason.WAITS,
     Reason.GRAPHS_OFF,
     Reason.PROFILING,
     Reason.INSIDE_CAPTURE,

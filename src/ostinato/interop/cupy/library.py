@@ -119,6 +119,7 @@ class CuPy:
     plain: tuple[type, ...] = (np.dtype, np.generic)
     reader: tuple[int, int] | None = None
     seeds: tuple[str, ...] = ()
+    chain = None
 
     def __init__(self, device: Device, index: int, *, writes: bool) -> None:
         self.device, self.index = device, index

@@ -16,6 +16,7 @@ from ostinato import (
     open_device,
 )
 from ostinato.errors import InputError
+from ostinato.interop.reading.chains import Links
 from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
@@ -34,6 +35,10 @@ class NotGraphable(Exception):
 
 class CaptureDisturbed(NotGraphable):
     """An error: something else than the function broke a capture; a later one may succeed."""
+
+
+class Waits(NotGraphable):
+    """An error: the call waits for the device.  A chain of graphs may serve it (`chains.py`)."""
 
 
 class NoMemory(NotGraphable):
@@ -144,6 +149,18 @@ class Library(WatchingLibrary, Protocol):
         memory alive, and the result.
 
         Raises NotGraphable; CaptureDisturbed if another thread broke the capture, NoMemory.
+        """
+        ...
+
+    @property
+    def chain(self) -> Callable[[Callable[[Stream], Any], Links], tuple[Any, str]] | None:
+        """Runs work once, for real, as graphs that are captured and launched one after the other,
+        with the operations that wait between them, all of which the links are given.  None for a
+        library that cannot.
+
+        Returns the result of the work, and why the graphs cannot be replayed; empty if they can.
+        Raises the errors of the work; NotGraphable, in the middle of the work, for a wait that the
+        library does not see before it breaks a capture.
         """
         ...
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato import MemoryRange
+from ostinato.interop.reading.chains import Chain
 from ostinato.interop.reading.guards import Seen
 from ostinato.interop.reading.moves import Moves
 from ostinato.interop.reading.padding import DynamicAxis
@@ -83,6 +84,8 @@ class Captured:
     """True if the graph was bound to other memory than it was captured with."""
     attached: tuple[AttachedGradient, ...] = ()
     """The gradients that the function sets or adds to."""
+    chain: Chain | None = None
+    """The graphs before this one, if the call waits for the device."""
     compared: bool = False
     """True if the inputs were compared with the arguments after a replay."""
 
@@ -90,6 +93,28 @@ class Captured:
         """Removes the gradients that the capture or a replay has set, before an eager run."""
         for each in self.attached:
             setattr(each.array, each.name, each.before)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """How the calls of a key that wait for the device are served.
+
+    Each chain has a line of its own, and serves the calls in which the host sees its values."""
+
+    why: str
+    """The reason why they are no single graph."""
+    chains: list[Line] = field(default_factory=list)
+    """The last used first."""
+    failures: int = 0
+    """Builds in a row that gave no chain."""
+    served: int = 0
+    """Calls that a chain served."""
+    strange: int = 0
+    """Calls in which the host saw values of no chain."""
+    eager: list[float] = field(default_factory=list)
+    """Seconds of eager runs, with the wait for the device at their end."""
+    chained: list[float] = field(default_factory=list)
+    """Seconds of calls that a chain served, likewise."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +144,10 @@ class Line(Call):
     """Indices of the dynamic sizes whose axes in the results are known."""
     unbound: str = ""
     """The reason why the last graph could not be bound to the memory of a call."""
+    waits: Waiting | None = None
+    """How its calls that wait for the device are served; None if it has no such calls."""
+    parent: Line | None = None
+    """The line of the key, for one of its chains."""
     unmatched: int = 0
     """Replays that went by the key; a short way is tried when the count is a power of two."""
 

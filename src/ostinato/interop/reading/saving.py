@@ -80,6 +80,8 @@ class Saving:
         refused: dict[str, str] = {}
         for line in lines:
             captured = line.captured()
+            if captured is not None and captured.chain is not None:
+                refused[line.words] = "it waits for the device, and a file holds one graph"
             if captured is None or captured.call is None:
                 continue
             try:

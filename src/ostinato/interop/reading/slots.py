@@ -3,23 +3,61 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Graph, MemoryRange, Node, NodeKind, Stream
+from ostinato import Graph, GraphExec, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
+from ostinato.interop.reading.chains import Builder, Chain
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.library import NotGraphable, Waits
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
+
+
+@dataclass(slots=True, eq=False)
+class _Prepared:
+    """The inputs of a graph, and what was there before the function ran on them."""
+
+    inputs: list[Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    stage: Callable[[Sequence[Any]], None]
+    versions: list[int | None]
+    bound: Bound
+    around: list[tuple[MemoryRange, object]]
+    drawn: Callable[[bool], str]
+    attached: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A run of a function as a chain of graphs."""
+
+    prepared: _Prepared
+    links: Builder
+    random: Any
+    """The states of the generators before it."""
+    result: Any = None
+    why: str = ""
+    """The reason why the graphs cannot be replayed; empty if they can."""
+
+
+class Raised(Exception):
+    """An error: the function raised `error` in a run that counts."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Maker:
@@ -78,10 +116,9 @@ class Maker:
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     # --- captures
-    def make(self, line: Line, work: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
-        """Captures a call, and notes in its line which arrays it writes.  Raises NotGraphable.
-
-        `kept`: notes what running the function changes on the host."""
+    def _prepare(self, work: ReadCall) -> _Prepared:
+        """Makes the inputs of a graph, and notes what is there before a run on them.  Raises
+        NotGraphable."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
         inputs = self.inputs(work)
@@ -94,21 +131,25 @@ class Maker:
         stage = library.stager(inputs)
         versions = [*map(library.version, inputs)]
         subject.turns.take()
-        bound = self.bound(work)
+        around, drawn = self._memory_around(), subject.drawing()
+        return _Prepared(inputs, args, kwargs, stage, versions, self.bound(work), around, drawn)
+
+    def make(self, line: Line, work: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
+        """Captures a call, and notes in its line which arrays it writes.  Raises NotGraphable.
+
+        `kept`: notes what running the function changes on the host."""
+        subject = self._subject
+        library = subject.library
+        prepared = self._prepare(work)
+        inputs = prepared.inputs
         sources = self._extents(inputs, work.leaves)
         compiled = self.mover()
         mover = None if work.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
 
-        before: list[tuple[Any, str, Any]] = []
-
         def call() -> Any:
             kept.begin()  # a second try begins where the first one did
-            before[:] = library.attached(work.state)
-            try:
-                return subject.function(*args, **kwargs)
-            finally:
-                kept.end()
+            return self._run(prepared, work, kept)
 
         def run(stream: Stream) -> Any:
             nonlocal moved
@@ -116,12 +157,11 @@ class Maker:
                 return call()
             mover.begin(stream, sources)
             result = call()
-            moved, places = self._moved(result, work, bound)
+            moved, places = self._moved(result, work, prepared.bound)
             if moved:
                 mover.end(stream, places)
             return result
 
-        around, drawn = self._memory_around(), subject.drawing()
         graph, result = library.capture(run)
         if compiled is not None:
             replace_small_fills(compiled.device, graph)
@@ -131,16 +171,144 @@ class Maker:
             raise NotGraphable(
                 subject.at("the capture is empty: nothing ran on the caller's current stream")
             )
+        captured = self._captured(line, work, prepared, nodes, result, undo=True)
+        captured.owner = graph.owner, mover
+        captured.moves = moves
+        captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])
+        if self._keeps:
+            captured.call = ReadCall(
+                prepared.args, prepared.kwargs, inputs, work.statics, work.dynamic, work.sizes
+            )
+            captured.call.seen, captured.call.epoch = work.seen, work.epoch
+            captured.result = result
+        graph.owner = captured
+        return graph, captured
+
+    def _run(self, prepared: _Prepared, work: ReadCall, kept: HostSnapshot) -> Any:
+        """Runs the function on the inputs of a graph."""
+        prepared.attached = self._subject.library.attached(work.state)
+        try:
+            return self._subject.function(*prepared.args, **prepared.kwargs)
+        finally:
+            kept.end()
+
+    def run_chain(self, work: ReadCall, kept: HostSnapshot) -> Run:
+        """Runs the function once, for real, as a chain of graphs.
+
+        Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, whose
+        effects on the device the caller must undo."""
+        library = self._subject.library
+        prepared = self._prepare(work)
+        made = Run(prepared, Builder(), library.save_random())
+        prepared.stage(work.leaves)
+
+        def run(stream: Stream) -> Any:
+            kept.begin()
+            return self._run(prepared, work, kept)
+
+        try:
+            assert library.chain is not None
+            made.result, made.why = library.chain(run, made.links)
+        except (NotGraphable, ContextPoisonedError):
+            raise
+        except Exception as error:
+            self._give_back(made, work)
+            raise Raised(error) from error
+        return made
+
+    def _give_back(self, made: Run, work: ReadCall) -> None:
+        """Copies the inputs that a run has written into the arguments."""
+        library, prepared = self._subject.library, made.prepared
+        for leaf, buffer, old in zip(work.leaves, prepared.inputs, prepared.versions, strict=True):
+            if old is None or library.version(buffer) != old:
+                library.copy(leaf, buffer)
+
+    def whole(self, made: Run, work: ReadCall) -> Any:
+        """Returns the result of a run of which no chain was made."""
+        self._give_back(made, work)
+        given = {id(b): leaf for b, leaf in zip(made.prepared.inputs, work.leaves, strict=True)}
+        try:
+            tree = self._subject.arguments.tree(made.result, work)
+        except Unknown:
+            return made.result
+        leaves = [given.get(id(leaf), leaf) for leaf in tree.leaves]
+        return tree.build(leaves, self._subject.arguments.static_objects(work))
+
+    def chained(self, line: Line, work: ReadCall, made: Run) -> tuple[GraphExec, Captured]:
+        """Makes the chain of a run; returns the executable of its last graph.  Raises
+        NotGraphable."""
+        subject, links = self._subject, made.links
+        library = subject.library
+        if made.why:
+            raise Waits(subject.at(made.why))
+        if not any(link.wait.line for link in links.links):
+            raise NotGraphable(subject.at("the call did not wait when it was to be a chain"))
+        if links.last is None:  # the function ends with a wait
+            last = Graph.create(library.device)
+            last.add_empty()
+            links.graphs.append(last)
+            links.last = last.instantiate()
+        nodes = [node for graph in links.graphs for node in graph.nodes()]
+        captured = self._captured(line, work, made.prepared, nodes, made.result, undo=False)
+        if captured.attached:
+            raise NotGraphable(subject.at("a call that waits gives gradients to what it uses"))
+        chain = Chain(links.links)
+        self._note_saved(line, work, made, chain)
+        captured.chain = chain
+        captured.owner = [graph.owner for graph in links.graphs]
+        links.graphs[-1].owner = captured
+        return links.last, captured
+
+    def _note_saved(self, line: Line, work: ReadCall, made: Run, chain: Chain) -> None:
+        """Notes which memory a chain writes before its last wait.  Raises NotGraphable if that is
+        not known."""
+        library, storage = self._subject.library, self._subject.library.storage
+        wait = chain.links[-1].wait
+        if wait.unseen:
+            raise NotGraphable(
+                self._subject.at(
+                    f"the work of {wait.unseen} is not the library's, and what it writes before "
+                    f"the call waits at {wait.line} is not known"
+                )
+            )
+        own = {storage(one).address for one in made.prepared.inputs}
+        state = [storage(array).address for array in work.state]
+        unknown = wait.written - own - {*state}
+        if unknown:
+            raise NotGraphable(
+                self._subject.at(
+                    "the call writes memory that is neither an argument nor known to be used, "
+                    f"before it waits at {wait.line}"
+                )
+            )
+        chain.saved = tuple([i for i, address in enumerate(state) if address in wait.written])
+        chain.draws = not library.same_random(made.random)
+
+    def _captured(
+        self,
+        line: Line,
+        work: ReadCall,
+        prepared: _Prepared,
+        nodes: Sequence[Node],
+        result: Any,
+        *,
+        undo: bool,
+    ) -> Captured:
+        """Makes the record of what was captured; notes in the line which arrays it writes.
+
+        `undo`: whether to take back what the function drew from shared generators.  Raises
+        NotGraphable."""
+        subject, library, inputs = self._subject, self._subject.library, prepared.inputs
         line.written |= {
             index
-            for index, (old, buffer) in enumerate(zip(versions, inputs, strict=True))
+            for index, (old, buffer) in enumerate(zip(prepared.versions, inputs, strict=True))
             if old is None or library.version(buffer) != old
         }
         # A replay would not set such an attribute: the gradient of `loss.backward()`, say.
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
-        drew = drawn(True)
+        drew = prepared.drawn(undo)
         changed = subject.changed_state(work) or drew
         if changed:
             raise NotGraphable(
@@ -150,8 +318,9 @@ class Maker:
         if isinstance(tree, str):
             raise NotGraphable(subject.at(tree))
         self._compare_shapes(line, tree, work)
-        attached = zip(before, library.attached(work.state), strict=True)
-        captured = Captured(
+        attached = zip(prepared.attached, library.attached(work.state), strict=True)
+        bound = prepared.bound
+        return Captured(
             attached=tuple(
                 [
                     AttachedGradient(array, name, one, other)
@@ -159,9 +328,9 @@ class Maker:
                     if not (one is other is None)
                 ]
             ),
-            owner=(graph.owner, mover),
+            owner=None,
             inputs=inputs,
-            stage=stage,
+            stage=prepared.stage,
             outputs=tree.leaves,
             tree=tree,
             clones=self.clones(tree.leaves, bound),
@@ -169,16 +338,8 @@ class Maker:
             bound=bound,
             pointers=subject.pointers(work),
             epoch=work.epoch,
-            kept=_pointed_at(nodes, around, bound),
-            moves=moves,
-            recipes=tuple([library.recipe(tree.leaves[i]) for i in moved]),
+            kept=_pointed_at(nodes, prepared.around, bound),
         )
-        if self._keeps:
-            captured.call = ReadCall(args, kwargs, inputs, work.statics, work.dynamic, work.sizes)
-            captured.call.seen, captured.call.epoch = work.seen, work.epoch
-            captured.result = result
-        graph.owner = captured
-        return graph, captured
 
     def _memory_around(self) -> list[tuple[MemoryRange, object]]:
         """Returns the memory of all arrays in the process, each piece with its owner.

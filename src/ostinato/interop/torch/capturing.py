@@ -24,17 +24,17 @@ from ostinato import (
 from ostinato.errors import Status
 from ostinato.interop import captures
 from ostinato.interop.captures import captured, disturbed, no_collection
-from ostinato.interop.reading.library import CaptureDisturbed, NoMemory, NotGraphable
+from ostinato.interop.reading.library import CaptureDisturbed, NoMemory, NotGraphable, Waits
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import causes, every_node
 
-_one_at_a_time = threading.RLock()
+one_at_a_time = threading.RLock()
 """Held during a capture: torch cannot make two at a time, and what is switched for one (garbage
 collection, the answer to transformers) counts for the whole process."""
 
 _begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
 
-_NOT_REGISTERED = "generator not in capture mode"
+NOT_REGISTERED = "generator not in capture mode"
 """Part of torch's error for random numbers in a capture that is not its own."""
 
 
@@ -42,7 +42,7 @@ _NO_SEED = 0x6E6F_2073_6565_6421
 """A seed that no user gives a generator."""
 
 
-class _Kept:
+class Kept:
     """An object whose life keeps a pool."""
 
 
@@ -65,19 +65,21 @@ class Captures:
 
     def __init__(self, device: Device, index: int, generators: Sequence[Any]) -> None:
         """`generators`: those that the function draws from, besides the default one."""
-        self._device, self._index, self._generators = device, index, generators
+        self.device, self.index, self.generators = device, index, generators
         self._side: tuple[Any, Stream] | None = None
-        self._pool: Any = None
+        self.pool: Any = None
         self._keeper: Any = None
         """The owner that keeps the pool: torch ends a pool whose last graph is destroyed, for
         ever."""
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         """The objects that keep the pool for each graph in it."""
-        self._by_torch = bool(generators) or _begin_pool is None
+        self.waiting: set[tuple[Any, ...]] = set()
+        """Kinds of operations that wait, found when they broke a capture (`waits.py`)."""
+        self.by_torch = bool(generators) or _begin_pool is None
         """True if torch captures: if a capture by ostinato does not suffice (`_capture_here`), or
         if this torch lets no other code use its pools."""
 
-    def _beside(self) -> tuple[Any, Stream]:
+    def beside(self) -> tuple[Any, Stream]:
         """Returns the stream of warm-ups and captures, as torch's object and as ostinato's.
 
         It is a stream of ostinato, because torch hands out the same few streams again and again:
@@ -85,19 +87,22 @@ class Captures:
         replayed, and no other work may use that workspace at the time.
         """
         if self._side is None:
-            stream = self._device.create_stream()
-            self._side = torch.cuda.ExternalStream(stream.handle, device=self._index), stream
+            stream = self.device.create_stream()
+            self._side = torch.cuda.ExternalStream(stream.handle, device=self.index), stream
         return self._side
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
         """Implements `Library.run_beside`."""
-        (side, _), current = self._beside(), torch.cuda.current_stream(self._index)
+        (side, _), current = self.beside(), torch.cuda.current_stream(self.index)
+        generator = torch.cuda.default_generators[self.index]
+        drawn = generator.get_offset()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
                 result = work()
         finally:
             current.wait_stream(side)
+        self.by_torch |= generator.get_offset() != drawn
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
                 leaf.record_stream(current)
@@ -105,7 +110,7 @@ class Captures:
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         """Implements `Library.capture`."""
-        with _one_at_a_time, torch.cuda.device(self._index):
+        with one_at_a_time, torch.cuda.device(self.index):
             made = self._captured(work, hidden=True)
             if made.error and made.asked and made.kind is NotGraphable:
                 made = self._captured(work, hidden=False)
@@ -116,7 +121,7 @@ class Captures:
         return made.graph, made.result
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
-        self._open_pool()
+        self.open_pool()
         events = FollowedEvents()
 
         def followed(stream: Stream) -> Any:
@@ -125,10 +130,10 @@ class Captures:
             with events.following():
                 return work(stream)
 
-        with _hidden_capture(hidden) as asked:
-            made = None if self._by_torch else self._capture_here(followed)
+        with hidden_capture(hidden) as asked:
+            made = None if self.by_torch else self._capture_here(followed)
             if made is None:
-                self._by_torch = True
+                self.by_torch = True
                 made = self._capture_by_torch(followed)
         made.asked = bool(asked)
         if made.graph is not None:
@@ -136,14 +141,14 @@ class Captures:
             made.graph = None if made.error else made.graph
         return made
 
-    def _open_pool(self) -> None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+    def open_pool(self) -> None:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
             if _begin_pool is None:
-                self._keeper = self._trivial(self._pool)
+                self._keeper = self._trivial(self.pool)
             else:
-                self._keeper = _Kept()
-                with self._allocating(self._keeper):
+                self._keeper = Kept()
+                with self.allocating(self._keeper):
                     pass
 
     def trim(self, *, short: bool) -> None:
@@ -151,28 +156,28 @@ class Captures:
 
         A capture that failed leaves its memory in the pool, for the next one; torch frees a pool
         that nothing keeps."""
-        with _one_at_a_time:
-            if self._keeper is not None and not self._owners:
+        with one_at_a_time:
+            if self._keeper is not None and not self.owners:
                 segments = torch.cuda.memory_snapshot()
-                left = any(s.get("segment_pool_id") == self._pool for s in segments)
-                short |= left or self._pool is None  # None: `_mend` has left the pool to torch
-                self._pool = self._keeper = None
+                left = any(s.get("segment_pool_id") == self.pool for s in segments)
+                short |= left or self.pool is None  # None: `_mend` has left the pool to torch
+                self.pool = self._keeper = None
             if not short:
                 return
             # Another thread may be capturing by torch: this lets memory be freed meanwhile.
-            with self._device.context.relaxed(), suppress(RuntimeError):
+            with self.device.context.relaxed(), suppress(RuntimeError):
                 torch.cuda.empty_cache()
 
     @contextmanager
-    def _allocating(self, owner: object) -> Iterator[None]:
+    def allocating(self, owner: object) -> Iterator[None]:
         """Makes this thread's tensors come out of the pool, which lives as long as the owner."""
-        _begin_pool(self._index, self._pool)
-        release = weakref.finalize(owner, torch._C._cuda_releasePool, self._index, self._pool)
+        _begin_pool(self.index, self.pool)
+        release = weakref.finalize(owner, torch._C._cuda_releasePool, self.index, self.pool)
         release.atexit = False
         try:
             yield
         finally:
-            torch._C._cuda_endAllocateToPool(self._index, self._pool)
+            torch._C._cuda_endAllocateToPool(self.index, self.pool)
 
     def _capture_here(self, work: Callable[[Stream], Any]) -> _Made | None:
         """Captures by ostinato, into the pool of torch's allocator.
@@ -182,66 +187,66 @@ class Captures:
         if torch must capture: the work draws random numbers, or copies from memory of the host,
         which torch keeps alive for a graph.
         """
-        side, stream = self._beside()
-        current, owner = torch.cuda.current_stream(self._index), _Kept()
+        side, stream = self.beside()
+        current, owner = torch.cuda.current_stream(self.index), Kept()
         side.wait_stream(current)
         try:
-            with torch.cuda.stream(side), _undisturbed(), self._allocating(owner):
+            with torch.cuda.stream(side), undisturbed(), self.allocating(owner):
                 graph, result = captured(stream, work, explained)
         except NotGraphable as broken:
-            drew = _NOT_REGISTERED in str(broken.__cause__)
+            drew = NOT_REGISTERED in str(broken.__cause__)
             return None if drew else _Made(error=str(broken), kind=_kind(broken))
         finally:
             current.wait_stream(side)
         nodes = graph.nodes()
-        if any(drawing(nodes, self._device.driver.memory_range)) or _copies_elsewhere(nodes):
+        if any(drawing(nodes, self.device.driver.memory_range)) or copies_elsewhere(nodes):
             return None
         # Adopted, since ostinato cannot read what torch's kernels point at.
-        adopted = Graph.adopt(self._device, int(graph.handle), owner=(graph, owner))
-        self._owners.add(owner)
+        adopted = Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
+        self.owners.add(owner)
         return _Made(adopted, result)
 
     def _capture_by_torch(self, work: Callable[[Stream], Any]) -> _Made:
-        side, stream = self._beside()
-        current = torch.cuda.current_stream(self._index)
+        side, stream = self.beside()
+        current = torch.cuda.current_stream(self.index)
         owner = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in self._generators:
+        for generator in self.generators:
             owner.register_generator_state(generator)
         side.wait_stream(current)
         made = _Made()
-        beside = torch.cuda.Stream(self._index)
-        with torch.cuda.stream(side), _undisturbed():
-            owner.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        beside = torch.cuda.Stream(self.index)
+        with torch.cuda.stream(side), undisturbed():
+            owner.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                with self._unseeded(beside):
+                with self.unseeded(beside):
                     made.result = work(stream)
             except Exception as raised:
                 made.error, made.kind = explained(raised), _kind(raised)
             except BaseException:
-                self._end(owner)
+                self.end(owner)
                 raise
-            ended = self._end(owner)
+            ended = self.end(owner)
         current.wait_stream(side)
         if not made.error and ended is not None:
             reason = str(ended).strip().partition("\n")[0]
             made.error, made.kind = f"the capture failed: {reason}", _kind(ended)
         if not made.error:
-            graph = adopt_graph(self._device, owner, generators=self._generators)
+            graph = adopt_graph(self.device, owner, generators=self.generators)
             if len(graph):
                 made.graph = graph
-                self._owners.add(owner)
+                self.owners.add(owner)
             else:
                 made.error = "the capture is empty: nothing ran on the caller's current stream"
         return made
 
     @contextmanager
-    def _unseeded(self, beside: Any) -> Iterator[None]:
+    def unseeded(self, beside: Any) -> Iterator[None]:
         """Gives the generators, during a capture, a seed that no user gives them.  In a capture
         torch ignores `manual_seed` with the seed that a generator has, and refuses any other one;
         no graph holds a seed.  Other threads cannot draw meanwhile.
 
         `beside`: a stream that does not capture, on which torch lets a generator be set."""
-        generators = [torch.cuda.default_generators[self._index], *self._generators]
+        generators = [torch.cuda.default_generators[self.index], *self.generators]
         with torch.cuda.stream(beside):
             # Other generators of the same states: cuDNN starts over with one that gets a seed.
             states = [generator.graphsafe_get_state() for generator in generators]
@@ -256,7 +261,7 @@ class Captures:
                     if state.initial_seed() == _NO_SEED:  # else another thread has set a seed
                         state.set_state(before)
 
-    def _end(self, owner: Any) -> RuntimeError | None:
+    def end(self, owner: Any) -> RuntimeError | None:
         """Ends a capture; returns torch's error if it was broken, after repairing torch's state."""
         try:
             owner.capture_end()
@@ -270,23 +275,23 @@ class Captures:
         goes on filling the pool, and its generators stay in capture mode, so that the next eager
         draw raises.  A capture that succeeds resets the generators; the pool is left to the graphs
         that have it."""
-        pool, self._pool = self._pool, None
+        pool, self.pool = self.pool, None
         for call in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
             try:
-                call(self._index, pool)
+                call(self.index, pool)
             except RuntimeError:
                 break  # this version of torch has done it
         if torch.cuda.is_current_stream_capturing():  # it still captures: use another stream
             self._side = None
         self._trivial(torch.cuda.graph_pool_handle())
-        self._beside()[0].synchronize()
+        self.beside()[0].synchronize()
 
     def _trivial(self, pool: Any) -> Any:
         """Captures a graph of one small operation into a pool."""
-        with torch.cuda.stream(self._beside()[0]):
-            nothing = torch.zeros(1, device=f"cuda:{self._index}")
+        with torch.cuda.stream(self.beside()[0]):
+            nothing = torch.zeros(1, device=f"cuda:{self.index}")
             owner = torch.cuda.CUDAGraph(keep_graph=True)
-            for generator in self._generators:
+            for generator in self.generators:
                 owner.register_generator_state(generator)
             owner.capture_begin(pool=pool, capture_error_mode="thread_local")
             nothing.add_(1)
@@ -298,7 +303,9 @@ def _kind(error: BaseException) -> type[NotGraphable]:
     """Returns the class of the exception for an error that broke a capture."""
     if any(map(out_of_memory, causes(error))):
         return NoMemory
-    return CaptureDisturbed if disturbed(error) else NotGraphable
+    if disturbed(error):
+        return CaptureDisturbed
+    return Waits if captures.waits(error) else NotGraphable
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -309,7 +316,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def _hidden_capture(hidden: bool) -> Iterator[list[bool]]:
+def hidden_capture(hidden: bool) -> Iterator[list[bool]]:
     """Hides the capture from transformers; adds to the list when transformers asks for it.
 
     transformers asks whether the stream captures before it looks at data (whether a mask masks
@@ -382,19 +389,19 @@ class FollowedEvents:
                 # An event has no handle before its first record.
                 new = not event.cuda_event if before is None else before.new
                 on = (stream or torch.cuda.current_stream()).stream_id
-                self._records[id(event)] = _Record(event, _line_outside_torch(), on, new)
+                self._records[id(event)] = _Record(event, line_outside_torch(), on, new)
             record(event, stream)
 
         def noted_wait(event: Any, stream: Any = None) -> None:
             if threading.get_ident() == thread:
                 if not event.cuda_event:
-                    self._waited_in_vain = self._waited_in_vain or _line_outside_torch()
+                    self._waited_in_vain = self._waited_in_vain or line_outside_torch()
                 waits = (stream or torch.cuda.current_stream()).stream_id
                 found = self._records.get(id(event))
                 if found is not None and found.stream != waits:
                     self._forks.pop(found.stream, None)
                     if waits != captured:
-                        self._forks[waits] = _line_outside_torch()
+                        self._forks[waits] = line_outside_torch()
             wait(event, stream)
 
         kind.record, kind.wait = noted_record, noted_wait
@@ -403,9 +410,9 @@ class FollowedEvents:
         finally:
             kind.record, kind.wait = record, wait
 
-    def missing_in(self, graph: Graph) -> str:
-        """Describes what replays of a graph would leave out; empty if nothing.  Makes the graph
-        keep the events that its nodes record.  To be called once the function has returned."""
+    def missing_in(self, *graphs: Graph) -> str:
+        """Describes what replays of graphs would leave out; empty if nothing.  Makes the graphs
+        keep the events that their nodes record.  To be called once the function has returned."""
         if self._waited_in_vain:
             return (
                 f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "
@@ -419,7 +426,8 @@ class FollowedEvents:
         if not self._records:
             return ""
         kind = NodeKind.EVENT_RECORD
-        nodes = {n.event_record.event for n in every_node(graph.nodes()) if n.kind is kind}
+        every = [node for graph in graphs for node in every_node(graph.nodes())]
+        nodes = {node.event_record.event for node in every if node.kind is kind}
         alone = _references(_Record(object(), "", 0, new=False))
         for found in self._records.values():
             has_node = found.event.cuda_event in nodes
@@ -431,7 +439,8 @@ class FollowedEvents:
                     "torch.cuda.Event(external=True), or record it after the call"
                 )
             if has_node:
-                graph.keep.append(found.event)
+                for graph in graphs:
+                    graph.keep.append(found.event)
         return ""
 
 
@@ -439,7 +448,7 @@ def _references(record: _Record) -> int:
     return sys.getrefcount(record.event)
 
 
-def _line_outside_torch() -> str:
+def line_outside_torch() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "ostinato",
@@ -450,7 +459,7 @@ def _line_outside_torch() -> str:
     return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
-def _copies_elsewhere(nodes: Sequence[Node]) -> bool:
+def copies_elsewhere(nodes: Sequence[Node]) -> bool:
     """True if a graph copies from or to memory outside of torch's allocator for devices."""
     copies = [n.memcpy for n in every_node(nodes) if n.kind is NodeKind.MEMCPY]
     found = [address for copy in copies for address in (copy.src, copy.dst)]
@@ -465,7 +474,7 @@ def _copies_elsewhere(nodes: Sequence[Node]) -> bool:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Switches off garbage collection, which may destroy graphs, and autocast's cache, whose
     tensors would be gone at the replay."""
     caching = torch.is_autocast_cache_enabled()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ostinato import Buffer, Device, Graph, MemoryRange, Stream
+from ostinato.interop.reading.chains import Links
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
@@ -20,6 +21,7 @@ from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, out_of_memory
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
+from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import ModuleWatch, stateful
 
 
@@ -415,6 +417,9 @@ class Torch:
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         return self._captures.capture(work)
+
+    def chain(self, work: Callable[[Stream], Any], links: Links) -> tuple[Any, str]:
+        return run_chain(self._captures, work, links)
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return out_of_memory(error)

@@ -1,0 +1,150 @@
+"""Chains: calls that wait for the device, as several graphs with the waits between them.
+
+An operation waits if the host needs a value that the device computes: `.item()`, a mask as an
+index, a check of errors.  No graph can hold it.  A chain is built while the function runs for real
+(`Library.chain`): the work before a wait is captured and launched, the operation runs, and the next
+capture begins.  So Python runs once, and sees true values.
+
+A replay launches the first graph, runs the operation that waited on the same memory, and compares
+what the host would see now with what Python saw.  If that is equal, bit for bit, it goes on with
+the next graph.  Python runs in no replay, so another value ends it (`Diverged`): the memory that
+the graphs have written so far is put back, and the call goes another way from its start.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ostinato import Graph, GraphExec, Stream
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wait:
+    """An operation that waits."""
+
+    line: str
+    """The place in the caller's code: "file:line: source"."""
+    value: Hashable
+    """What the host saw when the chain was built, bit for bit (`seen`)."""
+    again: Callable[[], Hashable]
+    """A function that runs the operation again, on the memory of the chain, and returns what the
+    host sees now.  If that is equal to `value`, the results for later graphs are in place."""
+    written: frozenset[int] = frozenset()
+    """Addresses of the memory that operations of the call have written so far; without the memory
+    that they allocated themselves."""
+    unseen: str = ""
+    """The line of work so far of which the library does not know what it writes; or empty."""
+
+
+class Diverged(Exception):
+    """An error: a wait of a replay gave another value than that of the chain.  All memory is as
+    before the call."""
+
+    def __init__(self, values: Sequence[Hashable], line: str) -> None:
+        super().__init__(line)
+        self.values = tuple(values)
+        """The values of this call, up to the one that differs."""
+        self.line = line
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """A graph and the operation that waits after it."""
+
+    executable: GraphExec | None
+    """None if nothing was submitted before the wait."""
+    wait: Wait
+
+
+class Links(Protocol):
+    """What a library gives its parts of a chain to, while it builds it."""
+
+    def submitted(self, graph: Graph, stream: Stream) -> None:
+        """Launches a graph that was captured on a stream."""
+
+    def waited(self, wait: Wait) -> None:
+        """Notes an operation that has just waited."""
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """The graphs of a call but the last, with the waits after them."""
+
+    links: list[Link]
+    saved: tuple[int, ...] = ()
+    """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
+    draws: bool = False
+    """True if the call draws random numbers before its last wait."""
+    values: tuple[Hashable, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.values = tuple([link.wait.value for link in self.links])
+
+    def run(self, stream: Stream) -> None:
+        """Runs everything before the last graph.  Raises Diverged, and the errors of a launch."""
+        for index, link in enumerate(self.links):
+            if link.executable is not None:
+                link.executable.launch(stream)
+            value = link.wait.again()
+            if value != link.wait.value:
+                raise Diverged((*self.values[:index], value), link.wait.line)
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs before the last one."""
+        return [link.executable.graph for link in self.links if link.executable is not None]
+
+    @property
+    def words(self) -> str:
+        """The number of graphs, and the lines that wait, for tables."""
+        lines = dict.fromkeys([place(link.wait.line) for link in self.links if link.wait.line])
+        graphs = 1 + sum(link.executable is not None for link in self.links)
+        return f"{graphs} graph{'s' * (graphs > 1)}, waits at {', '.join(lines)}"
+
+
+def place(line: str) -> str:
+    """Returns the file and the number of a line, without its source."""
+    return line.partition(": ")[0]
+
+
+class Builder:
+    """The graphs and waits of a chain that is being built (`Links`)."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self.links: list[Link] = []
+        self.last: GraphExec | None = None
+        """The executable of the graph after the last wait."""
+
+    def submitted(self, graph: Graph, stream: Stream) -> None:
+        if self.last is not None:
+            # A part was ended without a wait, to bound the memory that it holds.
+            self.links.append(Link(self.last, Wait("", (), _nothing)))
+        self.last = graph.instantiate(upload=stream)
+        self.graphs.append(graph)
+        self.last.launch(stream)
+
+    def waited(self, wait: Wait) -> None:
+        self.links.append(Link(self.last, wait))
+        self.last = None
+
+
+def _nothing() -> Hashable:
+    return ()
+
+
+def seen(value: object) -> Hashable:
+    """Returns a plain value bit for bit, to compare it: NaN equals NaN, and 0.0 not -0.0."""
+    if type(value) is float:
+        return struct.pack("<d", value)
+    if type(value) is complex:
+        return struct.pack("<dd", value.real, value.imag)
+    return type(value), value if isinstance(value, Hashable) else repr(value)
+
+
+def raised(error: Exception) -> Hashable:
+    """Returns an exception as a value, to compare it."""
+    return "raised", type(error), str(error)

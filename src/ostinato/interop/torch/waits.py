@@ -1,0 +1,605 @@
+"""Finds where a function of torch waits for the device, while it runs as a chain of graphs.
+
+`Segments` is a dispatch mode: it sees each operation of torch.  The operations between two waits
+are captured; one that waits ends the capture, whose graph is launched, runs, and is noted, and the
+next capture begins.
+
+Most operations that wait are known before they run (`_waits`).  One that is not breaks the capture.
+The GPU has run nothing of it then, so its operations are run once more, eagerly, and the rest of
+the call runs eagerly: the answer is right, and the operation is known in the next build.  Work that
+the mode does not see (kernels of Triton, CuPy, extensions) is found by the nodes that it adds to
+the capture.
+
+Copies of CPU tensors to the GPU wait too.  A CPU tensor inside a call holds what its code, and the
+values that the host has seen, say, and these are the same in each replay: the copy is made once,
+outside of the captures, and a graph copies from that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ostinato import Capture, Graph, Stream
+from ostinato.driver.api import CaptureStatus
+from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.interop import captures as rules
+from ostinato.interop.reading.chains import Links, Wait, raised, seen
+from ostinato.interop.reading.library import NoMemory, NotGraphable
+from ostinato.interop.torch.adopting import adopt_graph
+from ostinato.interop.torch.capturing import (
+    NOT_REGISTERED,
+    Captures,
+    FollowedEvents,
+    Kept,
+    copies_elsewhere,
+    explained,
+    hidden_capture,
+    line_outside_torch,
+    one_at_a_time,
+    out_of_memory,
+    undisturbed,
+)
+
+_aten = torch.ops.aten
+_leaves: Any = torch.utils._pytree.tree_leaves
+_map: Any = torch.utils._pytree.tree_map
+
+MOST_HELD = 256 << 20
+"""The most bytes that a capture holds to run its operations again; it is ended over them."""
+_INDEXING = {
+    _aten.index.Tensor,
+    _aten._unsafe_index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+}
+"""Operations whose second argument is a list of indices."""
+_ERRORS = {_aten._linalg_check_errors.default}
+_COPIES = {_aten.copy_.default, _aten._to_copy.default}
+_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operations whose result, or its shape, depends on values."""
+
+Kind = tuple[Hashable, ...]
+
+
+class Segment(Protocol):
+    """One capture of a chain."""
+
+    def active(self) -> bool:
+        """True while nothing has broken it."""
+
+    def position(self) -> Hashable:
+        """Returns a value that changes when work is captured."""
+
+    def end(self) -> Any:
+        """Ends it; returns its graph, or None if nothing was captured.  Raises if it is broken."""
+
+    def abort(self) -> None:
+        """Ends it without a graph, also if it is broken."""
+
+    def refused(self, error: Exception) -> bool:
+        """True if it cannot hold an operation that raised an error, and another kind of capture
+        can."""
+
+
+class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for it
+    """Cuts a run into captures.  `known`: kinds of operations that have broken captures before,
+    to which others are added.  `device`: the device of the captures."""
+
+    supports_higher_order_operators = True
+    """They run as work that is no operation."""
+
+    def __init__(
+        self,
+        begin: Callable[[], Segment],
+        launch: Callable[[Any], None],
+        links: Links,
+        known: set[Kind],
+        device: torch.device,
+        fixed: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+    ) -> None:
+        """`launch`: launches a graph.  `fixed`: makes a tensor outside of the capture."""
+        super().__init__()
+        self._begin, self._launch, self._links = begin, launch, links
+        self._known, self._device, self._fixed = known, device, fixed
+        self._segment: Segment | None = None
+        self._position: Hashable = None
+        self._done: list[tuple[Any, Any, Any, list[Any]]] = []
+        """The operations of the capture, to run them again if it breaks."""
+        self._held = 0
+        self._own: dict[int, Any] = {}
+        """Memory that the run has allocated, by address; kept, so that no other takes its place."""
+        self._written: set[int] = set()
+        self._unseen = ""
+        self.why = ""
+        """The reason why the run is no chain; empty if it is."""
+
+    # --- captures
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Runs work in captures.  What it submitted before it raised an error runs too.
+
+        Raises the errors of the work; NotGraphable for one that a capture has caused."""
+        self._start()
+        try:
+            with self:
+                result = work()
+        except Exception as error:
+            if out_of_memory(error):
+                self._drop()
+                raise NoMemory(explained(error)) from error
+            if rules.waits(error) or rules.disturbed(error):
+                self._drop()
+                raise NotGraphable(explained(error)) from error
+            self._cut()
+            raise
+        except BaseException:
+            self._drop()
+            raise
+        self._cut()
+        return result
+
+    def _start(self) -> None:
+        self._done, self._held = [], 0
+        self._segment = self._begin()
+        self._position = self._segment.position()
+
+    def _next(self) -> None:
+        """Begins another capture, if the one before was sound."""
+        self._cut()
+        if not self.why:
+            self._start()
+
+    def _drop(self) -> None:
+        """Ends the capture; nothing of it runs."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            with suppress(RuntimeError, OstinatoError):
+                segment.abort()
+
+    def _cut(self) -> None:
+        """Ends the capture, and launches its graph; runs its operations if it is broken."""
+        segment, self._segment = self._segment, None
+        if segment is None:
+            return
+        try:
+            graph = segment.end()
+            if graph is not None:
+                self._launch(graph)
+        except ContextPoisonedError:
+            raise
+        except Exception as error:
+            self._recover(None, f"a part of the call could not be a graph ({error})")
+
+    def _recover(self, segment: Segment | None, why: str) -> None:
+        """Runs the operations of a broken capture; the rest of the run is eager."""
+        if segment is not None:
+            with suppress(RuntimeError, OstinatoError):
+                segment.abort()
+        self._segment = None
+        self.why = self.why or why
+        with _plain(torch.is_inference_mode_enabled()):
+            for func, args, kwargs, results in self._done:
+                new = [each for each in _leaves(func(*args, **kwargs)) if _is_tensor(each)]
+                for into, made in zip(results, new, strict=True):
+                    if into is not None:
+                        into.copy_(made)
+        self._done = []
+
+    # --- operations
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._segment is None or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        if func._can_decompose():  # it may wait in one of its parts
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        tensors = [leaf for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)]
+        there = [tensor for tensor in tensors if self._is_there(tensor)]
+        if not there and not self._makes(kwargs):
+            return func(*args, **kwargs)
+        if self._segment.position() != self._position:
+            self._note_unseen()
+        if len(there) < len(tensors) or not there:
+            args, kwargs = self._without_host(func, args, kwargs)
+            if func is _aten._to_copy.default and not self._is_there(args[0]):
+                args = (self._fixed(lambda: func(*args, **kwargs)),)
+                func, kwargs = _aten.clone.default, {}
+        kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
+        if kind in self._known or self._waits(func, args, kwargs):
+            return self._wait(func, args, kwargs)
+        return self._capture(func, args, kwargs, kind)
+
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        return bool(tensor.device.type == self._device.type)
+
+    def _makes(self, kwargs: dict[str, Any]) -> bool:
+        """True if an operation makes tensors of the device."""
+        where = kwargs.get("device")
+        return where is not None and torch.device(where).type == self._device.type
+
+    def _note_unseen(self) -> None:
+        """Ends the capture after work that is no operation of torch: it cannot be run again."""
+        self._unseen = self._unseen or line_outside_torch()
+        self._next()
+
+    def _without_host(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Replaces CPU tensors that an operation would copy to the device by such copies."""
+
+        def moved(value: Any) -> Any:
+            if not _is_tensor(value) or self._is_there(value):
+                return value
+            return self._fixed(lambda: value.to(self._device))
+
+        if func is _aten.copy_.default and self._is_there(args[0]):
+            return (args[0], moved(args[1]), *args[2:]), kwargs
+        if func in _INDEXING and self._is_there(args[0]):
+            return (args[0], [moved(index) for index in args[1]], *args[2:]), kwargs
+        return args, kwargs
+
+    def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """True if an operation is known to wait."""
+        if func in _INDEXING:
+            masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+            one = len(args) > 2 and args[2].numel() == 1  # it is a masked_fill
+            return bool(masks) and not one
+        if func in _COPIES:
+            into = args[0] if func is _aten.copy_.default else None
+            if into is not None:
+                return not self._is_there(into)
+            where = kwargs.get("device")
+            return where is not None and torch.device(where).type != self._device.type
+        return func in _ERRORS or not _READING.isdisjoint(func.tags)
+
+    def _capture(self, func: Any, args: Any, kwargs: Any, kind: Kind) -> Any:
+        """Runs an operation inside the capture."""
+        given = _map(alias, (args, kwargs))
+        segment = self._segment
+        assert segment is not None
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if segment.refused(error):
+                self._recover(segment, "it draws random numbers, which was not foreseen")
+                return func(*args, **kwargs)
+            if segment.active():
+                raise
+        else:
+            if segment.active():
+                self._note(func, given, args, kwargs, result)
+                return result
+        self._known.add(kind)
+        where = line_outside_torch()
+        self._recover(segment, f"{func} waits for the GPU at {where}, which was not foreseen")
+        return func(*args, **kwargs)
+
+    def _note(self, func: Any, given: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Notes an operation that was captured."""
+        assert self._segment is not None
+        self._position = self._segment.position()
+        self._note_written(func, args, kwargs)
+        old = {_storage(leaf) for leaf in _leaves(given) if _is_tensor(leaf)}
+        results = []
+        for leaf in _leaves(result):
+            if _is_tensor(leaf):
+                new = _storage(leaf) not in old
+                results.append(alias(leaf) if new else None)
+                if new:
+                    self._held += leaf.untyped_storage().nbytes()
+                    self._own[_storage(leaf)] = None
+        self._done.append((func, *given, results))
+        if self._held > MOST_HELD:
+            self._next()
+
+    def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not func._schema.is_mutable:
+            return
+        for argument, value in _arguments(func, args, kwargs):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for leaf in _leaves(value):
+                    if not (_is_tensor(leaf) and self._is_there(leaf)):
+                        continue
+                    if _storage(leaf) not in self._own:
+                        self._written.add(_storage(leaf))
+
+    # --- waits
+    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation that waits, between two captures."""
+        line = line_outside_torch()
+        self._cut()
+        if self.why:  # the capture was broken
+            return func(*args, **kwargs)
+        given = _map(alias, (args, kwargs))
+        inference = torch.is_inference_mode_enabled()
+        self._note_written(func, args, kwargs)
+        try:
+            try:
+                result = func(*args, **kwargs)
+            except Exception as error:
+                self._note_wait(line, raised(error), given, func, inference, [])
+                raise
+            old = {_storage(leaf) for leaf in _leaves(given) if _is_tensor(leaf)}
+            results = []
+            for leaf in _leaves(result):
+                if not _is_tensor(leaf) or not self._is_there(leaf):
+                    continue
+                new = _storage(leaf) not in old
+                self._own.setdefault(_storage(leaf), leaf if new else None)
+                results.append(alias(leaf) if new else None)
+            self._note_wait(line, self._value(result), given, func, inference, results)
+        finally:
+            self._start()
+        return result
+
+    def _note_wait(
+        self,
+        line: str,
+        value: Hashable,
+        given: Any,
+        func: Any,
+        inference: bool,
+        results: Sequence[Any],
+    ) -> None:
+        args, kwargs = given
+        reading = _reader(func, args, inference)
+
+        def again() -> Hashable:
+            with _plain(inference):
+                try:
+                    made = func(*args, **kwargs)
+                except Exception as error:
+                    return raised(error)
+                found = self._value(made)
+                if found == value:
+                    new = [leaf for leaf in _leaves(made) if _is_tensor(leaf)]
+                    new = [leaf for leaf in new if self._is_there(leaf)]
+                    for into, one in zip(results, new, strict=True):
+                        if into is not None:
+                            into.copy_(one)
+                return found
+
+        written = frozenset(self._written)
+        self._links.waited(Wait(line, value, reading or again, written, self._unseen))
+
+    def _value(self, result: Any) -> Hashable:
+        """Returns what the host sees of a result: the shapes of arrays on the device, and the bytes
+        of everything else."""
+        found: list[Hashable] = []
+        for leaf in _leaves(result):
+            if not _is_tensor(leaf):
+                found.append(seen(leaf))
+                continue
+            found.append((tuple(leaf.shape), leaf.dtype))
+            if not self._is_there(leaf):
+                if leaf.is_pinned():  # the copy may not have waited
+                    torch.cuda.current_stream().synchronize()
+                found.append(_bytes(leaf))
+        return tuple(found)
+
+
+def _reader(func: Any, args: Any, inference: bool) -> Callable[[], Hashable] | None:
+    """Returns a fast function that reads a scalar of the device; None for other operations."""
+    if func is not _aten._local_scalar_dense.default:
+        return None
+    item = args[0].item
+    return lambda: (seen(item()),)
+
+
+@contextmanager
+def _plain(inference: bool) -> Iterator[None]:
+    """Runs operations as the dispatch mode has seen them: below autograd and autocast."""
+    with torch.inference_mode(inference), torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+def alias(value: Any) -> Any:
+    """Returns another tensor over the same memory, whose shape no one else changes; other values as
+    they are."""
+    return value.detach() if _is_tensor(value) else value
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(plain.view(-1).view(torch.uint8).numpy())
+
+
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the arguments of an operation with their descriptions."""
+    for index, argument in enumerate(func._schema.arguments):
+        if index < len(args):
+            yield argument, args[index]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+@contextmanager
+def lifted() -> Iterator[None]:
+    """Makes `torch.tensor(…, device=…)` copy where dispatch modes see it; a setting of the
+    process, which only changes that."""
+    get = getattr(torch._C, "_only_lift_cpu_tensors", None)
+    if get is None:
+        yield
+        return
+    before = get()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+@contextmanager
+def compiled_parts(found: list[str]) -> Iterator[None]:
+    """Notes the lines that call what torch.compile has made: under a dispatch mode that runs as it
+    was written, by other kernels."""
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    question = getattr(module, "is_fx_symbolic_tracing", None)
+    if question is None:
+        yield
+        return
+
+    def noted() -> bool:
+        found.append(line_outside_torch())
+        return bool(question())
+
+    module.is_fx_symbolic_tracing = noted
+    try:
+        yield
+    finally:
+        module.is_fx_symbolic_tracing = question
+
+
+class _Capture:
+    """A capture of a chain on the side stream of captures."""
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._stream = captures.beside()[1]
+
+    def active(self) -> bool:
+        return self._stream.capture_info().status is CaptureStatus.ACTIVE
+
+    def position(self) -> Hashable:
+        return self._stream.capture_info().dependencies
+
+    def refused(self, error: Exception) -> bool:
+        return False
+
+
+class _Own(_Capture):
+    """A capture by ostinato, into the pool of torch's allocator (`Captures`)."""
+
+    def __init__(self, captures: Captures) -> None:
+        super().__init__(captures)
+        self._owner = Kept()
+        self._open = ExitStack()
+        self._open.enter_context(captures.allocating(self._owner))
+        self._capture = Capture(self._stream)
+        try:
+            self._capture.begin()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def end(self) -> Graph | None:
+        if self.active() and not self.position():
+            self.abort()
+            return None
+        try:
+            graph = self._capture.end()
+        finally:
+            self.abort()
+        if copies_elsewhere(graph.nodes()):
+            raise NotGraphable("it copies from or to memory of the host")
+        self._captures.owners.add(self._owner)
+        # Adopted, since ostinato cannot read what torch's kernels point at.
+        return Graph.adopt(self._captures.device, int(graph.handle), owner=(graph, self._owner))
+
+    def abort(self) -> None:
+        self._capture.abort()  # nothing to do if it has ended
+        self._open.close()
+
+    def refused(self, error: Exception) -> bool:
+        if NOT_REGISTERED in str(error):
+            self._captures.by_torch = True
+            return True
+        return False
+
+
+class _ByTorch(_Capture):
+    """A capture by torch, for work that draws random numbers."""
+
+    def __init__(self, captures: Captures) -> None:
+        super().__init__(captures)
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in captures.generators:
+            self._graph.register_generator_state(generator)
+        self._open = ExitStack()
+        beside = torch.cuda.Stream(captures.index)
+        self._graph.capture_begin(pool=captures.pool, capture_error_mode="thread_local")
+        self._open.enter_context(captures.unseeded(beside))
+
+    def end(self) -> Graph | None:
+        empty = self.active() and not self.position()
+        self.abort()
+        if empty:
+            return None
+        captures = self._captures
+        graph = adopt_graph(captures.device, self._graph, generators=captures.generators)
+        if graph.only_to_read:
+            raise NotGraphable(f"the graph cannot be replayed here: {graph.only_to_read}")
+        captures.owners.add(self._graph)
+        return graph
+
+    def abort(self) -> None:
+        self._open.close()
+        ended = self._captures.end(self._graph)
+        if ended is not None:
+            raise ended
+
+
+def run_chain(captures: Captures, work: Callable[[Stream], Any], links: Links) -> tuple[Any, str]:
+    """Implements `Library.chain`."""
+    with one_at_a_time, torch.cuda.device(captures.index):
+        captures.open_pool()
+        side, stream = captures.beside()
+        current, beside = torch.cuda.current_stream(captures.index), torch.cuda.Stream()
+        graphs: list[Graph] = []
+
+        def begin() -> Segment:
+            return _ByTorch(captures) if captures.by_torch else _Own(captures)
+
+        def launch(graph: Graph) -> None:
+            graphs.append(graph)
+            links.submitted(graph, stream)
+
+        def fixed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+            with captures.device.context.relaxed(), torch.cuda.stream(beside):
+                made = make()
+                beside.synchronize()
+            kept.append(made)
+            return made
+
+        kept: list[torch.Tensor] = []
+        compiled: list[str] = []
+        events = FollowedEvents()
+        where = torch.device("cuda", captures.index)
+        mode = Segments(begin, launch, links, captures.waiting, where, fixed)
+        side.wait_stream(current)
+        try:
+            with (
+                torch.cuda.stream(side),
+                undisturbed(),
+                hidden_capture(True),
+                lifted(),
+                compiled_parts(compiled),
+                events.following(),
+            ):
+                result = mode.run(lambda: work(stream))
+        finally:
+            current.wait_stream(side)
+        why = mode.why or events.missing_in(*graphs)
+        if compiled:
+            why = f"torch.compile has made a part of it ({compiled[0]}), which runs otherwise here"
+        if why:
+            for leaf in _leaves(result):
+                if _is_tensor(leaf) and leaf.is_cuda:
+                    leaf.record_stream(current)
+        for graph in graphs:
+            graph.keep.append(kept)
+        return result, why

@@ -1,0 +1,375 @@
+"""Functions that wait for the device in the middle: they replay as chains of graphs, and each call
+has the answer and the effects of an eager call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.errors import EagerRunError
+from ostinato.interop import graphed as door
+from ostinato.interop.graphed import Graphed
+from tests.interop.library import Array, Lib
+
+Make = Callable[..., Graphed]
+
+
+@pytest.fixture
+def lib(lib: Lib, monkeypatch: pytest.MonkeyPatch) -> Lib:
+    """A library whose functions may be chains, however long these take."""
+    lib.chains = True
+    monkeypatch.setattr(door, "_GAIN", float("inf"))
+    return lib
+
+
+def _key(step: Graphed, word: str = ": ") -> Any:
+    """The record of the only chain."""
+    (found,) = [line for line in step.statistics().keys if word in line.words]
+    return found
+
+
+def test_a_call_that_waits_is_replayed_between_its_waits(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        lib.notes.append(None)
+        y = x.line(2.0)
+        if y.numpy().sum() > 0:
+            y = y.line(1.0, 10.0)
+        return y.line(1.0, 1.0)
+
+    step = make(function)
+    for value in range(1, 10):
+        x = lib.array([value, 0.0])
+        if value > 2:  # what the host sees is no part of the key
+            x = lib.array([2.0, 0.0])
+        expected = 2 * x.numpy() + 11
+        np.testing.assert_array_equal(step(x).numpy(), expected)
+    before = len(lib.notes)
+    for _ in range(3):
+        step(lib.array([2.0, 0.0]))
+    assert len(lib.notes) == before, "a replay runs no Python"
+    assert "waits at" in step.explain() and "test_chains.py" in step.explain()
+    assert step.inspect().count("\n") > 4
+
+
+def test_another_value_makes_another_chain_and_both_are_kept(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        big = x.line(1.0).numpy()[0] > 5
+        return x.line(3.0) if big else x.line(1.0, 100.0)
+
+    step = make(function)
+    for _ in range(6):
+        for value in (1.0, 9.0):
+            found = step(lib.array([value])).numpy()[0]
+            assert found == (27.0 if value > 5 else 101.0)
+    keys = [line for line in step.statistics().keys if "waits" in line.words]
+    assert [line.captures for line in keys] == [1, 1]
+    assert min(line.replays for line in keys) >= 2
+    assert sum(line.calls for line in step.statistics().keys) == 12
+
+
+def test_what_was_written_before_another_value_is_written_once(lib: Lib, make: Make) -> None:
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Array:
+        count.shift(1.0)
+        seen = x.line(1.0).numpy()[0]
+        count.shift(10.0 if seen > 5 else 20.0)
+        return x.line(2.0)
+
+    step = make(function)
+    expected = 0.0
+    for value in [1.0] * 8 + [9.0, 1.0, 9.0, 9.0, 7.0, 1.0]:
+        step(lib.array([value]))
+        expected += 11.0 if value > 5 else 21.0
+        assert count.numpy()[0] == expected
+
+
+def test_arguments_that_are_written_before_a_wait(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Any:
+        x.shift(1.0)
+        if x.numpy()[0] > 5:
+            x.shift(100.0)
+        return x
+
+    step = make(function)
+    for value in [1.0] * 7 + [9.0, 1.0, 9.0, 8.0]:
+        x = lib.array([value])
+        step(x)
+        assert x.numpy()[0] == value + (101.0 if value + 1 > 5 else 1.0)
+
+
+def test_values_are_compared_bit_for_bit(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        value = x.numpy()[0]
+        return x.line(0.0, float(np.copysign(1.0, value)))
+
+    step = make(function)
+    for value in [0.0] * 6 + [-0.0, 0.0, -0.0, float("nan"), float("nan")]:
+        found = step(lib.array([value])).numpy()[0]
+        # 0 * NaN + 1 is NaN, also eagerly
+        np.testing.assert_equal(found, np.float32(0.0 * value + np.copysign(1.0, value)))
+    assert {line.captures for line in step.statistics().keys if "waits" in line.words} == {1}
+
+
+def test_values_that_never_repeat_end_the_chains(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        return x.line(float(x.line(1.0).numpy()[0]))
+
+    step = make(function)
+    for value in range(1, 60):
+        assert step(lib.array([float(value)])).numpy()[0] == value * value
+    assert "is another one in most calls" in step.explain()
+    assert step.statistics().cache.graphs == 0
+
+
+def test_a_chain_that_is_not_faster_is_given_up_with_both_times(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_GAIN", 0.0)
+
+    def function(x: Array) -> Array:
+        x.numpy()
+        return x.line(2.0)
+
+    step = make(function)
+    for _ in range(12):
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+    assert "as a chain (" in step.explain() and "and eagerly" in step.explain()
+    assert step.statistics().cache.graphs == 0
+
+
+def test_an_exception_in_the_run_that_builds_leaves_what_ran(lib: Lib, make: Make) -> None:
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Array:
+        x.shift(1.0)
+        count.shift(1.0)
+        if x.numpy()[0] > 5:
+            raise KeyError("too big")
+        return x.line(2.0)
+
+    step = make(function)
+    for call, value in enumerate([1.0] * 7 + [9.0, 1.0, 9.0, 9.0, 1.0]):
+        x = lib.array([value])
+        if value > 5:
+            with pytest.raises(KeyError, match="too big"):
+                step(x)
+        else:
+            assert step(x).numpy()[0] == 2 * (value + 1)
+        assert x.numpy()[0] == value + 1
+        assert count.numpy()[0] == call + 1
+
+
+def test_a_chain_that_the_library_cannot_replay_still_gives_the_answer(
+    lib: Lib, make: Make
+) -> None:
+    """The run that builds counts: it is not made again."""
+
+    def function(x: Array) -> Array:
+        lib.notes.append(None)
+        x.numpy()
+        return x.shift(1.0)
+
+    step = make(function)
+    for call in range(12):
+        lib.unchained = "an operation that waits was not foreseen" if call < 8 else ""
+        x, before = lib.array([3.0]), len(lib.notes)
+        step(x)
+        assert x.numpy()[0] == 4.0
+        assert len(lib.notes) - before <= 2  # the capture that failed, and the eager run
+    assert _key(step).replays >= 1
+
+
+def test_work_that_writes_nobody_knows_what_before_a_wait_is_no_chain(lib: Lib, make: Make) -> None:
+    lib.unseen = "kernel.py:1"
+
+    def function(x: Array) -> Array:
+        x.line(1.0).numpy()
+        return x.line(2.0)
+
+    step = make(function)
+    for _ in range(8):
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+    assert "what it writes before" in step.explain()
+
+
+def test_memory_that_is_hidden_and_written_before_a_wait_is_no_chain(lib: Lib, make: Make) -> None:
+    hidden = lib.array([0.0])
+    found = {"it": [hidden]}.__getitem__
+
+    def function(x: Array) -> Array:
+        table: Any = found("it")
+        table[0].shift(1.0)
+        x.line(1.0).numpy()
+        return x.line(2.0)
+
+    step = make(function, guard=False)
+    for call in range(8):
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+        assert hidden.numpy()[0] == call + 1
+
+
+def test_state_that_moves_is_read_where_it_is(lib: Lib, make: Make) -> None:
+    held = {"weight": lib.array([2.0])}
+
+    def function(x: Array) -> Array:
+        y = held["weight"].line(1.0, 1.0)
+        y.numpy()
+        return y
+
+    step = make(function)
+    for call in range(16):
+        if call % 4 == 3:
+            held["weight"] = lib.array([2.0])
+        assert step(lib.array([1.0])).numpy()[0] == 3.0
+
+
+def test_a_strict_function_may_be_a_chain_but_not_eager(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        value = x.line(1.0).numpy()[0]
+        return x.line(float(value))
+
+    step = make(function, strict=True)
+    for _ in range(5):
+        assert step(lib.array([3.0])).numpy()[0] == 9.0
+    with pytest.raises(EagerRunError, match="is another one"):
+        for value in range(40):
+            step(lib.array([float(value)]))
+
+
+def test_each_chain_is_checked_if_that_is_asked(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        x.numpy()
+        return x.line(2.0)
+
+    step = make(function, verify="first")
+    for _ in range(8):
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+    assert step.statistics().verified == 1 and _key(step).replays >= 1
+
+
+def test_an_evicted_chain_is_built_again(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        x.numpy()
+        return x.line(2.0)
+
+    cache = ost.GraphCache(lib.device)
+    step = make(function, cache)
+    for call in range(12):
+        if call == 8:
+            cache.evict_all()
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+    assert _key(step).captures == 2
+    step.forget()
+    assert step(lib.array([4.0])).numpy()[0] == 8.0
+    cache.close()
+
+
+def test_a_wait_at_either_end_and_two_in_a_row(lib: Lib, make: Make) -> None:
+    def function(x: Array) -> Array:
+        x.numpy()
+        x.numpy()
+        y = x.line(2.0)
+        y.numpy()
+        return y
+
+    step = make(function)
+    for _ in range(8):
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+    assert _key(step).replays >= 2
+
+
+def test_graphs_that_are_refused_half_way_leave_the_call_to_an_eager_run(
+    lib: Lib, make: Make
+) -> None:
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Array:
+        count.shift(1.0)
+        x.numpy()
+        count.shift(1.0)
+        return x.line(2.0)
+
+    step = make(function)
+    for call in range(12):
+        if call == 8:
+            (chain,) = [line for line in step._lines.values() if line.captured()]
+            captured = chain.captured()
+            assert captured is not None and captured.chain is not None
+            executable = captured.chain.links[0].executable
+            assert executable is not None
+            executable.close()
+        if call == 10:
+            (chain,) = [line for line in step._lines.values() if line.captured()]
+            with step.cache.hold(chain.name) as run:
+                run.close()
+        assert step(lib.array([3.0])).numpy()[0] == 6.0
+        assert count.numpy()[0] == 2.0 * (call + 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make: Make) -> None:
+    """Programs of writes, waits, branches, loops and exceptions: equal to eager in every call."""
+    draw = random.Random(seed)
+
+    class Stop(Exception):
+        pass
+
+    def program(depth: int = 0) -> list[Any]:
+        steps: list[Any] = []
+        for _ in range(draw.randint(1, 4)):
+            kind = draw.choice(["line", "shift", "state", "wait", "branch", "loop", "raise"])
+            if kind in ("branch", "loop") and depth < 2:
+                steps.append((kind, draw.randint(0, 3), program(depth + 1), program(depth + 1)))
+            elif kind == "raise" and depth:
+                steps.append(("raise", 0, [], []))
+            else:
+                steps.append((kind, draw.randint(1, 3), [], []))
+        return steps
+
+    def run(steps: list[Any], x: Array, y: Array, state: Array) -> Array:
+        for kind, number, first, second in steps:
+            if kind == "line":
+                y = y.line(1.0, float(number))
+            elif kind == "shift":
+                x.shift(float(number))
+            elif kind == "state":
+                state.shift(float(number))
+            elif kind == "wait":
+                y.numpy()
+            elif kind == "branch":
+                y = run(first if x.numpy()[0] > number else second, x, y, state)
+            elif kind == "loop":
+                for _ in range(int(y.numpy()[0]) % 3):
+                    y = run(first, x, y, state)
+            elif kind == "raise" and int(y.numpy()[0]) % 4 == 3:
+                raise Stop
+        return y
+
+    for _ in range(12):
+        steps = program()
+        state, theirs = lib.array([0.0]), lib.array([0.0])
+
+        def function(x: Array, steps: Any = steps, state: Array = state) -> Array:
+            return run(steps, x, x.line(1.0), state)
+
+        step = make(function)
+        for _ in range(24):
+            value = float(draw.choice([0, 0, 0, 1, 2, 3, 5]))
+            x, other = lib.array([value]), lib.array([value])
+            expected: Any = None
+            try:
+                expected = run(steps, other, other.line(1.0), theirs).numpy()[0]
+            except Stop:
+                with pytest.raises(Stop):
+                    step(x)
+            else:
+                assert step(x).numpy()[0] == expected, steps
+            assert x.numpy()[0] == other.numpy()[0], steps
+            assert state.numpy()[0] == theirs.numpy()[0], steps
+        step.close()
