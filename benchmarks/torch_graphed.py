@@ -198,7 +198,9 @@ def _parts(
     if step._hot:
         (hot, *_) = step._hot
         captured, stream = hot.line.captured(), step._library.stream()
-        work = _Work(step, hot.line, ReadCall(args, {}, hot.match(args, {})))
+        work = _Work()
+        work.door, work.call, work.options = step, hot.line, step._options
+        work.given = ReadCall(args, {}, hot.match(args, {}))
         row["match_us"] = _median(hot.match, (args, {}), calls)
 
         def replay() -> None:
