@@ -576,7 +576,8 @@ def test_captures_that_fail_give_their_memory_back(make: Make, draws: bool) -> N
         if draws:
             x = x + torch.rand_like(x)
         large = torch.ones(16 << 20, device="cuda")  # 64 MiB
-        return x * large[0].item()
+        torch.cuda.current_stream().synchronize()
+        return x * large[:8]
 
     x = randn(8)
     waits(x)
@@ -585,9 +586,9 @@ def test_captures_that_fail_give_their_memory_back(make: Make, draws: bool) -> N
     before = torch.cuda.memory_reserved()
     steps = [make(waits) for _ in range(3)]
     for step in steps:
-        for _ in range(3):
+        for _ in range(8):
             step(x)
-        assert step.statistics().eager == 3 and step.statistics().quarantined, step.explain()
+        assert step.statistics().eager == 8 and step.statistics().quarantined, step.explain()
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() - before < 32 << 20
@@ -636,22 +637,6 @@ def eager_reason(step: Any, function: Any, *args: Any) -> str:
     (reason,) = statistics.quarantined.values()
     torch.rand(3, device="cuda")  # and torch works on
     return str(reason)
-
-
-def test_item_names_the_line(make: Make) -> None:
-    def f(x: Any) -> Any:
-        limit = x.max().item()  # the line
-        return x / limit
-
-    reason = eager_reason(make(f), f, randn(8))
-    assert "limit = x.max().item()" in reason and "test_graphed_torch.py" in reason
-
-
-def test_shapes_that_depend_on_data(make: Make) -> None:
-    def f(x: Any) -> Any:
-        return x[x > 0]
-
-    assert "x[x > 0]" in eager_reason(make(f), f, randn(8))
 
 
 def test_tensors_on_the_cpu(make: Make) -> None:
@@ -738,10 +723,15 @@ def test_gradients_are_refused_or_run_eagerly(make: Make) -> None:
 
 
 def test_strict(make: Make) -> None:
-    step = make(lambda x: x / x.max().item(), strict=True)
+    def waits(x: Any) -> Any:
+        torch.cuda.current_stream().synchronize()
+        return x * 2
+
+    step = make(waits, strict=True)
     x = randn(8)
-    step(x)
-    with pytest.raises(EagerRunError, match="item"):
+    for _ in range(2):  # as far as it is not known yet whether it can be a chain
+        step(x)
+    with pytest.raises(EagerRunError, match="synchronize"):
         step(x)
 
 
@@ -793,10 +783,10 @@ def test_4_a_print_is_captured(make: Make, capsys: pytest.CaptureFixture[str]) -
         return x * 2
 
     step = make(f)
-    for _ in range(4):
+    for _ in range(8):
         x = randn(8)
         assert same(step(x), x * 2)
-    assert capsys.readouterr().out.count("tensor(") >= 4
+    assert capsys.readouterr().out.count("tensor(") >= 8
     assert "print(x.sum())" in step.explain()
 
 

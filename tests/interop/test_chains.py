@@ -137,7 +137,7 @@ def test_a_chain_that_is_not_faster_is_given_up_with_both_times(
         return x.line(2.0)
 
     step = make(function)
-    for _ in range(12):
+    for _ in range(24):
         assert step(lib.array([3.0])).numpy()[0] == 6.0
     assert "as a chain (" in step.explain() and "and eagerly" in step.explain()
     assert step.statistics().cache.graphs == 0

@@ -1,9 +1,13 @@
-"""Chains of torch's operations, on the CPU, with captures that are tapes (`tape.py`)."""
+"""Chains of torch's operations: on the CPU with captures that are tapes (`tape.py`), and on a GPU.
+
+Each call has the answer and the effects of an eager call."""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +15,41 @@ import pytest
 from ostinato.device import Device
 from ostinato.interop import graphed as door
 
-torch = pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 
-from tests.interop.tape import on_tape  # needs torch
+Make = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chains are kept, however long they take."""
+@pytest.fixture
+def where(device: Device) -> str:
+    """torch's name of the device."""
+    return "cpu" if device.driver.name == "host" else "cuda"
+
+
+@pytest.fixture
+def make(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes graphed functions, whose chains are kept, however long they take."""
+    made: list[Any] = []
     monkeypatch.setattr(door, "_GAIN", float("inf"))
+
+    def graphed(function: Any, **options: Any) -> Any:
+        if device.driver.name == "host":
+            from tests.interop.tape import on_tape
+
+            made.append(on_tape(device, function, chains=True, **options))
+        else:
+            from ostinato.interop import torch as interop
+
+            made.append(interop.graphed(function, device=device, **options))
+        return made[-1]
+
+    yield graphed
+    for one in made:
+        one.close()
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
 def _assertion(x: Any) -> Any:
@@ -46,22 +76,22 @@ def _length(x: Any) -> Any:
 
 
 def _inverse(x: Any) -> Any:
-    return torch.linalg.inv(torch.eye(4) * 3 + x.abs().sum() * 0) @ x
+    return torch.linalg.inv(torch.eye(4, device=x.device) * 3 + x.abs().sum() * 0) @ x
 
 
 def _singular(x: Any) -> Any:
     try:
-        return torch.linalg.inv(torch.zeros(4, 4) * x.sum())
+        return torch.linalg.inv(torch.zeros(4, 4, device=x.device) * x.sum())
     except RuntimeError:
         return x * 5
 
 
 def _eigen(x: Any) -> Any:
-    return torch.linalg.eigh(torch.outer(x, x) + torch.eye(4)).eigenvalues
+    return torch.linalg.eigh(torch.outer(x, x) + torch.eye(4, device=x.device)).eigenvalues
 
 
 def _validated(x: Any) -> Any:
-    return torch.distributions.Categorical(logits=x).log_prob(torch.zeros((), dtype=torch.long))
+    return torch.distributions.Categorical(logits=x).log_prob(x.sum().long() * 0)
 
 
 def _written(x: Any) -> Any:
@@ -79,10 +109,6 @@ def _view(x: Any) -> Any:
     return y * 2
 
 
-def _list(x: Any) -> Any:
-    return x * len([v for v in x.round().tolist() if v > 0])
-
-
 def _nothing(x: Any) -> Any:
     return x[(x > 1000)].sum() + x
 
@@ -97,42 +123,42 @@ def _nothing(x: Any) -> Any:
 )
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_functions_that_wait_are_replayed_and_right(
-    function: Callable[..., Any], mode: Any, host_device: Device
+    function: Callable[..., Any], mode: Any, make: Make, where: str
 ) -> None:
-    step = on_tape(host_device, function, chains=True)
+    step = make(function)
     draw = random.Random(1)
     pool = [[1.0, 2.0, 3.0, 4.0], [-1.0, 0.5, 2.0, -3.0], [9.0, 8.0, 7.0, 6.0]]
     with mode():
         for _ in range(30):
             values = draw.choice(pool)
-            x, other = torch.tensor(values), torch.tensor(values)
+            x, other = (torch.tensor(values, device=where) for _ in range(2))
             found, expected = step(x), function(other)
-            assert torch.equal(found, expected), values
+            assert same(found, expected), values
             assert torch.equal(x, other)
     assert step.statistics().replays > 5, step.explain()
-    step.close()
 
 
-def test_an_operation_that_waits_unforeseen_runs_once_and_is_learned(host_device: Device) -> None:
-    total = torch.zeros(4)
+def test_an_operation_that_waits_unforeseen_runs_once_and_is_learned(
+    make: Make, where: str
+) -> None:
+    total = torch.zeros(4, device=where)
 
     def function(x: Any) -> Any:
         y = x * 2
         total.add_(y)  # written once, though the capture breaks below
         return _eigen(y) + total.sum()
 
-    step, theirs = on_tape(host_device, function, chains=True), torch.zeros(4)
-    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    step, theirs = make(function), torch.zeros(4, device=where)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0], device=where)
     with torch.no_grad():
         for _ in range(14):
             theirs += x * 2
             assert torch.equal(step(x), _eigen(x * 2) + theirs.sum())
             assert torch.equal(total, theirs)
     assert step.statistics().replays > 0, step.explain()
-    step.close()
 
 
-def test_modules_with_buffers_that_are_written_before_a_wait(host_device: Device) -> None:
+def test_modules_with_buffers_that_are_written_before_a_wait(make: Make, where: str) -> None:
     class Counting(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -147,9 +173,9 @@ def test_modules_with_buffers_that_are_written_before_a_wait(host_device: Device
             return y
 
     torch.manual_seed(0)
-    ours, theirs = Counting(), Counting()
-    step = on_tape(host_device, ours, chains=True)
-    inputs = [torch.randn(8, 4) for _ in range(3)]
+    ours, theirs = Counting().to(where), Counting().to(where)
+    step = make(ours)
+    inputs = [torch.randn(8, 4, device=where) for _ in range(3)]
     draw = random.Random(2)
     with torch.no_grad():
         for _ in range(40):
@@ -157,11 +183,10 @@ def test_modules_with_buffers_that_are_written_before_a_wait(host_device: Device
             assert torch.equal(step(x), theirs(x))
             assert torch.equal(ours.seen, theirs.seen)
             assert torch.equal(ours.norm.running_mean, theirs.norm.running_mean)
-    step.close()
 
 
 def test_a_call_whose_part_was_held_too_long_is_cut_without_a_wait(
-    host_device: Device, monkeypatch: pytest.MonkeyPatch
+    make: Make, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ostinato.interop.torch import waits
 
@@ -172,17 +197,16 @@ def test_a_call_whose_part_was_held_too_long_is_cut_without_a_wait(
             x = x * 1.5 + 1
         return x if x.sum() > 0 else -x
 
-    step = on_tape(host_device, function, chains=True)
-    x = torch.tensor([1.0, -2.0, 3.0, 4.0])
+    step = make(function)
+    x = torch.tensor([1.0, -2.0, 3.0, 4.0], device=where)
     with torch.no_grad():
         for _ in range(10):
             assert torch.equal(step(x), function(x))
     assert step.statistics().replays > 0
-    step.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_functions_of_torch_are_as_eager_calls(seed: int, host_device: Device) -> None:
+def test_random_functions_of_torch_are_as_eager_calls(seed: int, make: Make, where: str) -> None:
     """Writes, views, masks, waits, branches, loops and exceptions."""
     draw = random.Random(seed)
 
@@ -222,7 +246,11 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, host_device: De
             elif kind == "view":
                 y = y.view(2, 2).t().reshape(4)
             elif kind == "eigen":
-                y = y + torch.linalg.eigh(torch.eye(4) * (number + 1)).eigenvalues * x.sum()
+                y = (
+                    y
+                    + torch.linalg.eigh(torch.eye(4, device=where) * (number + 1)).eigenvalues
+                    * x.sum()
+                )
             elif kind == "equal" and torch.equal(x, y):
                 y = y - 1
             elif kind == "branch":
@@ -236,16 +264,16 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, host_device: De
 
     for _ in range(12):
         steps = program()
-        state, theirs = torch.zeros(2), torch.zeros(2)
+        state, theirs = (torch.zeros(2, device=where) for _ in range(2))
 
         def function(x: Any, steps: Any = steps, state: Any = state) -> Any:
             return run(steps, x, x * 1, state)
 
-        step = on_tape(host_device, function, chains=True)
+        step = make(function)
         with torch.no_grad():
             for _ in range(20):
                 values = draw.choice([[0.0, 1, 2, 3], [1.0, 1, 1, 1], [3.0, 4, 0, -2]])
-                x, other = torch.tensor(values), torch.tensor(values)
+                x, other = (torch.tensor(values, device=where) for _ in range(2))
                 try:
                     expected = run(steps, other, other * 1, theirs)
                 except Stop:
@@ -253,7 +281,158 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, host_device: De
                         step(x)
                 else:
                     found = step(x)
-                    assert torch.equal(found.nan_to_num(), expected.nan_to_num()), steps
+                    assert same(found, expected), steps
                 assert torch.equal(x, other), steps
                 assert torch.equal(state, theirs), steps
-        step.close()
+
+
+@pytest.mark.parametrize("how", [print, logging.getLogger(__name__).warning])
+def test_a_function_that_prints_what_it_has_read_runs_eagerly(
+    how: Callable[..., object], make: Make, where: str
+) -> None:
+    def function(x: Any) -> Any:
+        how("the sum is", x.sum().item()) if how is print else how("%s", x.sum().item())
+        return x * 2
+
+    step = make(function)
+    x = torch.tensor([1.0, 2.0], device=where)
+    with torch.no_grad():
+        for _ in range(12):
+            assert same(step(x), x * 2)
+    assert step.statistics().replays == 0
+    assert "prints" in step.explain() and "test_chains_torch.py" in step.explain()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+class TestOnGpu:
+    """Copies between two kinds of memory, random numbers, and kernels that torch does not see."""
+
+    def run(self, step: Any, function: Any, draw: Callable[[], Any], calls: int = 16) -> None:
+        with torch.no_grad():
+            for call in range(calls):
+                x = draw()
+                torch.manual_seed(call)
+                expected = function(x)
+                after = torch.rand(1, device="cuda")
+                torch.manual_seed(call)
+                assert same(step(x), expected), step.explain()
+                assert torch.equal(torch.rand(1, device="cuda"), after)
+
+    def test_copies_from_the_cpu_are_made_once(self, make: Make) -> None:
+        def function(x: Any) -> Any:
+            index = torch.tensor([2, 0, 1])
+            scale = torch.tensor([1.0, 2.0, 3.0], device="cuda")
+            bias = torch.ones(3).pin_memory().to("cuda", non_blocking=True)
+            y = torch.empty(3, device="cuda").copy_(torch.arange(3.0))
+            return x[index] * scale + bias + y
+
+        step = make(function)
+        self.run(step, function, lambda: torch.randn(3, device="cuda"))
+        assert step.statistics().replays > 4, step.explain()
+
+    def test_copies_to_the_cpu_are_compared_whole(self, make: Make) -> None:
+        def function(x: Any) -> Any:
+            host = x.round().cpu().numpy()
+            return x * float(host.sum()) + torch.from_numpy(host).cuda()
+
+        step = make(function)
+        values = [torch.tensor(v, device="cuda") for v in ([1.0, 2.0], [2.0, 1.0], [1.2, 2.3])]
+        draw = random.Random(0)
+        self.run(step, function, lambda: draw.choice(values), 40)
+        assert step.statistics().replays > 4, step.explain()
+
+    def test_random_numbers_before_and_after_a_wait(self, make: Make) -> None:
+        def function(x: Any) -> Any:
+            x = x + torch.rand_like(x)
+            if x.sum() > -1:
+                x = torch.nn.functional.dropout(x, 0.5)
+            return x + torch.randn_like(x)
+
+        step = make(function)
+        self.run(step, function, lambda: torch.ones(64, device="cuda"), 24)
+        assert step.statistics().replays > 4, step.explain()
+
+    def test_kernels_that_torch_does_not_see(self, make: Make) -> None:
+        triton = pytest.importorskip("triton")
+        import triton.language as tl
+
+        global _double
+
+        @triton.jit
+        def _double(x, n: tl.constexpr):  # type: ignore[no-untyped-def]
+            i = tl.arange(0, n)
+            tl.store(x + i, tl.load(x + i) * 2)
+
+        def function(x: Any) -> Any:
+            y = x.clone()
+            _double[1,](y, 4)
+            return y * 2 if y.sum() > 0 else y
+
+        step = make(function)
+        self.run(step, function, lambda: torch.rand(4, device="cuda") + 1)
+        assert "what it writes before" in step.explain()
+
+        def after(x: Any) -> Any:
+            y = x * 2 if x.sum() > 0 else x.clone()
+            _double[1,](y, 4)
+            return y
+
+        step = make(after)
+        self.run(step, after, lambda: torch.rand(4, device="cuda") + 1)
+        assert step.statistics().replays > 4, step.explain()
+
+    def test_an_explicit_wait_in_the_function_is_never_made_twice(self, make: Make) -> None:
+        def function(x: Any) -> Any:
+            y = x * 2
+            torch.cuda.current_stream().synchronize()
+            return y + 1
+
+        step = make(function)
+        self.run(step, function, lambda: torch.randn(4, device="cuda"))
+        assert "synchronize" in step.explain()
+
+    def test_from_other_threads_and_streams(self, make: Make) -> None:
+        def function(x: Any) -> Any:
+            y = x * 2
+            if y.sum() > 0:
+                y = y + 1
+            return y[y > 3]
+
+        step = make(function)
+        failed: list[Any] = []
+
+        def work(number: int) -> None:
+            stream = torch.cuda.Stream()
+            with torch.no_grad(), torch.cuda.stream(stream):
+                for _ in range(60):
+                    x = torch.full((8,), float(number), device="cuda")
+                    if not torch.equal(step(x), function(x)):
+                        failed.append(number)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+
+    def test_a_chain_that_was_dropped_gives_its_memory_back(self, make: Make) -> None:
+        def function(x: Any) -> Any:
+            large = torch.ones(16 << 20, device="cuda")  # 64 MiB
+            return x * float(large[0].item())
+
+        x = torch.ones(8, device="cuda")
+        function(x)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for _ in range(3):
+            step = make(function)
+            self.run(step, function, lambda: x, 8)
+            assert step.statistics().replays > 1, step.explain()
+            step.forget()
+            del step
+        torch.cuda.synchronize()
+        for _ in range(2):
+            torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() - before < 160 << 20

@@ -96,9 +96,16 @@ def disturbed(error: BaseException) -> bool:
 
 def waits(error: BaseException) -> bool:
     """True if an error of a capture means that one of its own calls waits for the device, or does
-    something else that no capture takes."""
+    something else that no capture takes, but draws no random numbers."""
     cause = error.__cause__ if isinstance(error, NotGraphable) else error
-    return cause is not None and _status(cause) == Status.STREAM_CAPTURE_UNSUPPORTED
+    if cause is None or _status(cause) != Status.STREAM_CAPTURE_UNSUPPORTED:
+        return False
+    return not any(word in str(cause).lower() for word in ("generator", "seed", "offset"))
+
+
+def of_capture(error: BaseException) -> bool:
+    """True if an error is one of the rules of captures."""
+    return _status(error) is not None
 
 
 def _status(error: BaseException) -> int | None:

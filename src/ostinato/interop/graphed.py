@@ -104,6 +104,8 @@ _MOST_FAILURES = 8
 """The number of builds in a row without a chain after which a key is given up."""
 _TRIALS = 3
 """The number of eager runs, and of calls by a chain, that are timed, to compare them."""
+_MORE_TRIALS = 12
+"""The number of calls by a chain, likewise, before a chain is found to be slower."""
 _GAIN = 0.95
 """The largest time of a chain, as a part of that of an eager run, with which it is kept."""
 _STRANGE = 16
@@ -350,7 +352,7 @@ class Graphed(Guarded, Closeable):
         if len(waiting.eager) < _TRIALS and not strict:
             return self._timed(line, waiting, given)
         values: tuple[Hashable, ...] = ()
-        where, timed = "", len(waiting.chained) < _TRIALS and not strict
+        where, timed = "", not (waiting.weighed or strict)
         for each in [*waiting.chains]:
             captured = each.captured()
             if captured is None or captured.chain is None:
@@ -374,8 +376,7 @@ class Graphed(Guarded, Closeable):
                 if timed and work.made is not None:
                     self._library.stream().synchronize()
                     waiting.chained.append(time.perf_counter() - began)
-                    if len(waiting.chained) == _TRIALS:
-                        self._weigh(line, waiting, captured.chain.words)
+                    self._weigh(line, waiting, captured.chain.words)
                 return work.result
             raise error
         return self._new_chain(line, waiting, given, key, where)
@@ -395,9 +396,11 @@ class Graphed(Guarded, Closeable):
         return result
 
     def _weigh(self, line: Line, waiting: Waiting, words: str) -> None:
-        """Gives a key up if its chain is not faster than eager runs."""
+        """Gives a key up if its chain is not faster than eager runs, as far as that is known."""
         chained, eager = min(waiting.chained), min(waiting.eager)
-        if chained > _GAIN * eager:
+        slower, count = chained > _GAIN * eager, len(waiting.chained)
+        waiting.weighed = count >= (_MORE_TRIALS if slower else _TRIALS)
+        if waiting.weighed and slower:
             self._unchain(
                 line,
                 waiting,

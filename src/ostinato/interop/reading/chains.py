@@ -13,10 +13,14 @@ the graphs have written so far is put back, and the call goes another way from i
 
 from __future__ import annotations
 
+import logging
 import struct
-from collections.abc import Callable, Hashable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from ostinato import Graph, GraphExec, Stream
 
@@ -130,6 +134,51 @@ class Builder:
     def waited(self, wait: Wait) -> None:
         self.links.append(Link(self.last, wait))
         self.last = None
+
+
+class _Noting:
+    """A text stream that notes who writes."""
+
+    def __init__(self, stream: Any, note: Callable[[], None]) -> None:
+        self._stream, self._note = stream, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._note()
+        return int(self._stream.write(text))
+
+
+@contextmanager
+def told(found: list[str]) -> Iterator[None]:
+    """Notes the lines on which this thread prints or logs in the block, which no replay would."""
+    thread = threading.get_ident()
+    kind: Any = logging.Logger
+    handle, out, err = kind.callHandlers, sys.stdout, sys.stderr
+
+    def note() -> None:
+        if threading.get_ident() == thread:
+            frame = sys._getframe(2)
+            while frame.f_back is not None and frame.f_code.co_filename == logging.__file__:
+                frame = frame.f_back
+            found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    def noted(logger: logging.Logger, record: logging.LogRecord) -> None:
+        note()
+        handle(logger, record)
+
+    kind.callHandlers = noted
+    sys.stdout, sys.stderr = _Noting(out, note), _Noting(err, note)  # type: ignore[assignment]
+    streams = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        kind.callHandlers = handle
+        if sys.stdout is streams[0]:  # else the function has replaced it
+            sys.stdout = out
+        if sys.stderr is streams[1]:
+            sys.stderr = err
 
 
 def _nothing() -> Hashable:

@@ -115,6 +115,8 @@ class Waiting:
     """Seconds of eager runs, with the wait for the device at their end."""
     chained: list[float] = field(default_factory=list)
     """Seconds of calls that a chain served, likewise."""
+    weighed: bool = False
+    """True if these were compared."""
 
 
 @dataclass(slots=True, eq=False)

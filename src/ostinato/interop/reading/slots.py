@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ostinato import Graph, GraphExec, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
-from ostinato.interop.reading.chains import Builder, Chain
+from ostinato.interop.reading.chains import Builder, Chain, told
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable, Waits
@@ -50,6 +50,8 @@ class Run:
     result: Any = None
     why: str = ""
     """The reason why the graphs cannot be replayed; empty if they can."""
+    told: list[str] = field(default_factory=list)
+    """The lines on which it printed or logged."""
 
 
 class Raised(Exception):
@@ -208,7 +210,8 @@ class Maker:
 
         try:
             assert library.chain is not None
-            made.result, made.why = library.chain(run, made.links)
+            with told(made.told):
+                made.result, made.why = library.chain(run, made.links)
         except (NotGraphable, ContextPoisonedError):
             raise
         except Exception as error:
@@ -239,10 +242,12 @@ class Maker:
         NotGraphable."""
         subject, links = self._subject, made.links
         library = subject.library
+        if made.told:
+            raise NotGraphable(
+                subject.at(f"it prints or logs at {made.told[0]}, which a replay would not repeat")
+            )
         if made.why:
             raise Waits(subject.at(made.why))
-        if not any(link.wait.line for link in links.links):
-            raise NotGraphable(subject.at("the call did not wait when it was to be a chain"))
         if links.last is None:  # the function ends with a wait
             last = Graph.create(library.device)
             last.add_empty()
@@ -263,7 +268,10 @@ class Maker:
         """Notes which memory a chain writes before its last wait.  Raises NotGraphable if that is
         not known."""
         library, storage = self._subject.library, self._subject.library.storage
-        wait = chain.links[-1].wait
+        waits = [link.wait for link in chain.links if link.wait.line]
+        if not waits:
+            return
+        wait = waits[-1]
         if wait.unseen:
             raise NotGraphable(
                 self._subject.at(

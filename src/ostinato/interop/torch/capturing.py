@@ -94,15 +94,12 @@ class Captures:
     def run_beside(self, work: Callable[[], Any]) -> Any:
         """Implements `Library.run_beside`."""
         (side, _), current = self.beside(), torch.cuda.current_stream(self.index)
-        generator = torch.cuda.default_generators[self.index]
-        drawn = generator.get_offset()
         side.wait_stream(current)
         try:
             with torch.cuda.stream(side):
                 result = work()
         finally:
             current.wait_stream(side)
-        self.by_torch |= generator.get_offset() != drawn
         for leaf in torch.utils._pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
                 leaf.record_stream(current)
@@ -112,7 +109,7 @@ class Captures:
         """Implements `Library.capture`."""
         with one_at_a_time, torch.cuda.device(self.index):
             made = self._captured(work, hidden=True)
-            if made.error and made.asked and made.kind is NotGraphable:
+            if made.error and made.asked and made.kind in (NotGraphable, Waits):
                 made = self._captured(work, hidden=False)
         if made.graph is None:
             raise made.kind(made.error)

@@ -133,7 +133,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             if out_of_memory(error):
                 self._drop()
                 raise NoMemory(explained(error)) from error
-            if rules.waits(error) or rules.disturbed(error):
+            if rules.of_capture(error):
                 self._drop()
                 raise NotGraphable(explained(error)) from error
             self._cut()
@@ -266,8 +266,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            if segment.refused(error):
-                self._recover(segment, "it draws random numbers, which was not foreseen")
+            if out_of_memory(error):
+                raise NoMemory(explained(error)) from error
+            if segment.refused(error) or (segment.active() and rules.of_capture(error)):
+                self._recover(segment, explained(error))
                 return func(*args, **kwargs)
             if segment.active():
                 raise
