@@ -331,6 +331,19 @@ class TestOnGpu:
         self.run(step, function, lambda: torch.randn(3, device="cuda"))
         assert step.statistics().replays > 4, step.explain()
 
+    def test_a_cpu_tensor_that_no_guard_reads_is_read_in_each_call(self, make: Make) -> None:
+        held = {"table": torch.tensor([1.0, 2.0, 3.0])}
+        find = held.__getitem__
+
+        def function(x: Any) -> Any:
+            return x * find("table").to("cuda") + x[find("table").long() - 1]
+
+        step = make(function, guard=False)
+        for _ in range(3):
+            self.run(step, function, lambda: torch.randn(3, device="cuda"), 8)
+            held["table"].copy_(torch.tensor([1.0, 3.0, 2.0]))
+        assert step.statistics().replays > 4, step.explain()
+
     def test_copies_to_the_cpu_are_compared_whole(self, make: Make) -> None:
         def function(x: Any) -> Any:
             host = x.round().cpu().numpy()

@@ -556,7 +556,7 @@ class Graphed(Guarded, Closeable):
         for (each, other), line in zip(family, lines, strict=True):
             if line is None:
                 fold.meet(each)
-            elif line.captured() is None and not line.reason:
+            elif line.captured() is None and not (line.reason or line.waits):
                 del self._lines[other]
                 fold.meet(each)
                 self._engine.entered(fold.line)[1].add(self._engine.entered(line)[1])

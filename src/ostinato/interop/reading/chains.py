@@ -169,7 +169,7 @@ def told(found: list[str]) -> Iterator[None]:
         handle(logger, record)
 
     kind.callHandlers = noted
-    sys.stdout, sys.stderr = _Noting(out, note), _Noting(err, note)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = _Noting(out, note), _Noting(err, note)
     streams = sys.stdout, sys.stderr
     try:
         yield

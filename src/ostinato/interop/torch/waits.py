@@ -10,9 +10,10 @@ the call runs eagerly: the answer is right, and the operation is known in the ne
 the mode does not see (kernels of Triton, CuPy, extensions) is found by the nodes that it adds to
 the capture.
 
-Copies of CPU tensors to the GPU wait too.  A CPU tensor inside a call holds what its code, and the
-values that the host has seen, say, and these are the same in each replay: the copy is made once,
-outside of the captures, and a graph copies from that.
+Copies of CPU tensors to the GPU wait too.  A CPU tensor that a call has made holds what its code,
+and the values that the host has seen, say, and these are the same in each replay: the copy is made
+once, outside of the captures, and a graph copies from that.  Other CPU tensors are copied in each
+replay, and compared.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             if rules.of_capture(error):
                 self._drop()
                 raise NotGraphable(explained(error)) from error
-            self._cut()
+            with suppress(Exception):  # the first error counts
+                self._cut()
             raise
         except BaseException:
             self._drop()
@@ -204,14 +206,16 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         tensors = [leaf for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)]
         there = [tensor for tensor in tensors if self._is_there(tensor)]
         if not there and not self._makes(kwargs):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self._note_host(func, tensors, result)
+            return result
         if self._segment.position() != self._position:
             self._note_unseen()
         if len(there) < len(tensors) or not there:
             args, kwargs = self._without_host(func, args, kwargs)
-            if func is _aten._to_copy.default and not self._is_there(args[0]):
-                args = (self._fixed(lambda: func(*args, **kwargs)),)
-                func, kwargs = _aten.clone.default, {}
+            if func is _aten._to_copy.default and self._is_own(args[0]):
+                made = self._fixed(lambda: func(*args, **kwargs))
+                args, func, kwargs = (made,), _aten.clone.default, {}
         kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
         if kind in self._known or self._waits(func, args, kwargs):
             return self._wait(func, args, kwargs)
@@ -219,6 +223,21 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
     def _is_there(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.device.type == self._device.type)
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """True for a CPU tensor whose content only the call's code and the waits decide."""
+        return not self._is_there(tensor) and _storage(tensor) in self._own
+
+    def _note_host(self, func: Any, tensors: Sequence[torch.Tensor], result: Any) -> None:
+        """Notes the memory of the CPU whose content only the call's code decides."""
+        own = func is _aten.lift_fresh.default or all(map(self._is_own, tensors))
+        for leaf in _leaves(result):
+            if not _is_tensor(leaf):
+                continue
+            if own:
+                self._own[_storage(leaf)] = leaf
+            else:
+                self._own.pop(_storage(leaf), None)
 
     def _makes(self, kwargs: dict[str, Any]) -> bool:
         """True if an operation makes tensors of the device."""
@@ -231,10 +250,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._next()
 
     def _without_host(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Replaces CPU tensors that an operation would copy to the device by such copies."""
+        """Replaces CPU tensors of the call that an operation would copy to the device by such
+        copies."""
 
         def moved(value: Any) -> Any:
-            if not _is_tensor(value) or self._is_there(value):
+            if not _is_tensor(value) or not self._is_own(value):
                 return value
             return self._fixed(lambda: value.to(self._device))
 
@@ -247,15 +267,17 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
         """True if an operation is known to wait."""
         if func in _INDEXING:
+            if any(i is not None and not self._is_there(i) for i in args[1]):
+                return True
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             one = len(args) > 2 and args[2].numel() == 1  # it is a masked_fill
             return bool(masks) and not one
         if func in _COPIES:
             into = args[0] if func is _aten.copy_.default else None
             if into is not None:
-                return not self._is_there(into)
+                return not (self._is_there(into) and self._is_there(args[1]))
             where = kwargs.get("device")
-            return where is not None and torch.device(where).type != self._device.type
+            return where is not None and torch.device(where).type != args[0].device.type
         return func in _ERRORS or not _READING.isdisjoint(func.tags)
 
     def _capture(self, func: Any, args: Any, kwargs: Any, kind: Kind) -> Any:
@@ -321,21 +343,26 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         given = _map(alias, (args, kwargs))
         inference = torch.is_inference_mode_enabled()
         self._note_written(func, args, kwargs)
+        before = self._host(func, *given)
         try:
             try:
                 result = func(*args, **kwargs)
             except Exception as error:
-                self._note_wait(line, raised(error), given, func, inference, [])
+                self._note_wait(line, (before, raised(error)), given, func, inference, [])
                 raise
             old = {_storage(leaf) for leaf in _leaves(given) if _is_tensor(leaf)}
             results = []
             for leaf in _leaves(result):
-                if not _is_tensor(leaf) or not self._is_there(leaf):
+                if not _is_tensor(leaf):
+                    continue
+                if not self._is_there(leaf):
+                    self._own[_storage(leaf)] = leaf
                     continue
                 new = _storage(leaf) not in old
                 self._own.setdefault(_storage(leaf), leaf if new else None)
                 results.append(alias(leaf) if new else None)
-            self._note_wait(line, self._value(result), given, func, inference, results)
+            value = before, self._value(result)
+            self._note_wait(line, value, given, func, inference, results)
         finally:
             self._start()
         return result
@@ -354,11 +381,12 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
         def again() -> Hashable:
             with _plain(inference):
+                before = self._host(func, args, kwargs)
                 try:
                     made = func(*args, **kwargs)
                 except Exception as error:
-                    return raised(error)
-                found = self._value(made)
+                    return before, raised(error)
+                found = before, self._value(made)
                 if found == value:
                     new = [leaf for leaf in _leaves(made) if _is_tensor(leaf)]
                     new = [leaf for leaf in new if self._is_there(leaf)]
@@ -369,6 +397,14 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
         written = frozenset(self._written)
         self._links.waited(Wait(line, value, reading or again, written, self._unseen))
+
+    def _host(self, func: Any, args: Any, kwargs: Any) -> Hashable:
+        """Returns the bytes of the CPU tensors that an operation reads."""
+        found = []
+        for argument, value in _arguments(func, args, kwargs):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                found += [leaf for leaf in _leaves(value) if _is_tensor(leaf)]
+        return tuple([_bytes(tensor) for tensor in found if not self._is_there(tensor)])
 
     def _value(self, result: Any) -> Hashable:
         """Returns what the host sees of a result: the shapes of arrays on the device, and the bytes
@@ -391,7 +427,7 @@ def _reader(func: Any, args: Any, inference: bool) -> Callable[[], Hashable] | N
     if func is not _aten._local_scalar_dense.default:
         return None
     item = args[0].item
-    return lambda: (seen(item()),)
+    return lambda: ((), (seen(item()),))
 
 
 @contextmanager
