@@ -105,7 +105,7 @@ record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
 Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work causes
-check_runs every_node fill_kernel load_extension new_lock parse_bytes
+NotLaunched check_runs every_node fill_kernel load_extension new_lock parse_bytes
 replace_small_fills table uninterrupted whole_number
 """
 

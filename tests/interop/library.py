@@ -15,10 +15,11 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.interop.reading.chains import Wait
-from ostinato.interop.reading.library import NotGraphable, Waits
+from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.trees import Join
+from ostinato.settings import blocking_captures
 
 
 @ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")
@@ -153,7 +154,7 @@ class Chaining:
                 found.tobytes(),
                 lambda: other.content().tobytes(),
                 frozenset(self.written - self.own),
-                self.lib.unseen,
+                self.lib.foreign,
             )
         )
         self.begin()
@@ -184,7 +185,7 @@ class Lib:
         self.waits = 0
         self.trims: list[bool] = []
         self.chains = False
-        self.unseen = ""
+        self.foreign = ""
         self.unchained = ""
         """For tests: why the next chain cannot be replayed."""
 
@@ -320,11 +321,15 @@ class Lib:
                 finally:
                     self.here.capture = None
         except (RuntimeError, AssertionError, ost.OstinatoError) as error:
-            kind = Waits if "status 900" in str(error) else NotGraphable
+            kind = WaitsForDevice if "status 900" in str(error) else NotGraphable
             raise kind(f"{type(error).__name__}: {error}") from None
         # Adopted, as other libraries' graphs are: without what their launches said of addresses.
         graph = capture.graph
         return ost.Graph.adopt(self.device, int(graph.handle), owner=(graph, pool)), result
+
+    @property
+    def unseen(self) -> bool:
+        return not blocking_captures()
 
     @property
     def chain(self) -> Any:

@@ -4,6 +4,7 @@ function runs in a replay, and what it read is what it was."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from ostinato.device import Device
 from ostinato.interop.captures import waits
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import Wait
-from ostinato.interop.reading.library import GraphedOptions, NotGraphable, Waits
+from ostinato.interop.reading.library import GraphedOptions, NotGraphable, WaitsForDevice
 from ostinato.interop.torch.capturing import explained
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch
@@ -137,6 +138,7 @@ class OnCpu(Torch):
     and copies into the first result."""
 
     inside = False
+    unseen = False
     _of_host = ()
 
     def __init__(self, device: Device) -> None:
@@ -175,7 +177,7 @@ class OnCpu(Torch):
         try:
             yield
         except Exception as error:
-            kind = Waits if chains and waits(error) else NotGraphable
+            kind = WaitsForDevice if chains and waits(error) else NotGraphable
             raise kind(explained(error)) from None
         finally:
             OnCpu.inside = False
@@ -245,6 +247,7 @@ class OnTape(OnCpu):
             self.waiting,
             self.where,
             lambda make: make(),
+            contextlib.nullcontext,
         )
         with slot:
             result = mode.run(lambda: work(self.ours))

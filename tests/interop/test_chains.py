@@ -186,7 +186,7 @@ def test_a_chain_that_the_library_cannot_replay_still_gives_the_answer(
 
 
 def test_work_that_writes_nobody_knows_what_before_a_wait_is_no_chain(lib: Lib, make: Make) -> None:
-    lib.unseen = "kernel.py:1"
+    lib.foreign = "kernel.py:1"
 
     def function(x: Array) -> Array:
         x.line(1.0).numpy()

@@ -53,7 +53,7 @@ from ostinato.interop.reading.library import (
     NoMemory,
     NotGraphable,
     Turns,
-    Waits,
+    WaitsForDevice,
 )
 from ostinato.interop.reading.recheck import (
     EAGER,
@@ -83,7 +83,6 @@ from ostinato.lowlevel import (
     check_runs,
     new_lock,
 )
-from ostinato.settings import blocking_captures
 from ostinato.step import Action, CheckReport, Decision, Reason
 
 _MOST_LINES = 4096
@@ -970,13 +969,14 @@ class Graphed(Guarded, Closeable):
     def explain(self) -> str:
         """Returns a table: each key, what is done with its calls, and why.
 
-        Work that a captured function submits to CUDA's legacy default stream is not noticed: it
-        runs at the capture and is missing from each replay.  OSTINATO_BLOCKING_CAPTURES=1 in the
-        environment makes such a function run eagerly, and the reason here names its line.
+        Work that a captured function submits to CUDA's legacy default stream is not noticed if the
+        process has other Python threads, or by CuPy: it runs at the capture and is missing from
+        each replay.  OSTINATO_BLOCKING_CAPTURES=1 in the environment makes such a function run
+        eagerly, and the reason here names its line.
         """
         statistics = self.statistics()
         text = explained(statistics.keys)
-        if statistics.captures and not blocking_captures():
+        if statistics.captures and self._library.unseen:
             text += f"\nnot seen: {_UNSEEN}"
         return text
 
@@ -1058,7 +1058,7 @@ class _Work(Work):
     door: Graphed
     given: ReadCall
     decision: Decision | None = None
-    """What the call became; None if the cache is closed, and the caller must run it."""
+    """The engine's decision; None if the cache is closed, and the caller must run it."""
     captured: Captured | None = None
     """The record of the graph that was replayed."""
     made: Sequence[Any] | None = None
@@ -1073,7 +1073,7 @@ class _Work(Work):
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
     _before: _Before | None = None
-    """What a chain must put back if its last graph is not launched."""
+    """The memory to put back if the last graph of a chain is not launched."""
     _built = False
     _learns: Captured | None = None
     _why = ""
@@ -1156,7 +1156,11 @@ class _Work(Work):
         door = self.door
         if isinstance(error, Raised):
             return None
-        if isinstance(error, Waits) and door._library.chain is not None and not self.given.sizes:
+        if (
+            isinstance(error, WaitsForDevice)
+            and door._library.chain is not None
+            and not self.given.sizes
+        ):
             if self.call.parent is None:
                 self.call.waits = Waiting(str(error))
             return Reason.WAITS, str(error)

@@ -37,6 +37,7 @@ from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.trees import Join
 from ostinato.lowlevel import every_node
+from ostinato.settings import blocking_captures
 from ostinato.step import Buckets
 
 _names = itertools.count()
@@ -120,6 +121,10 @@ class CuPy:
     reader: tuple[int, int] | None = None
     seeds: tuple[str, ...] = ()
     chain = None
+
+    @property
+    def unseen(self) -> bool:
+        return not blocking_captures()
 
     def __init__(self, device: Device, index: int, *, writes: bool) -> None:
         self.device, self.index = device, index

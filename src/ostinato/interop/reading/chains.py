@@ -32,7 +32,7 @@ class Wait:
     line: str
     """The place in the caller's code: "file:line: source"."""
     value: Hashable
-    """What the host saw when the chain was built, bit for bit (`seen`)."""
+    """The value that the host saw when the chain was built, bit for bit (`seen`)."""
     again: Callable[[], Hashable]
     """A function that runs the operation again, on the memory of the chain, and returns what the
     host sees now.  If that is equal to `value`, the results for later graphs are in place."""
@@ -55,7 +55,7 @@ class Diverged(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class ChainLink:
     """A graph and the operation that waits after it."""
 
     executable: GraphExec | None
@@ -63,8 +63,8 @@ class Link:
     wait: Wait
 
 
-class Links(Protocol):
-    """What a library gives its parts of a chain to, while it builds it."""
+class ChainParts(Protocol):
+    """The receiver of the parts of a chain that a library builds."""
 
     def submitted(self, graph: Graph, stream: Stream) -> None:
         """Launches a graph that was captured on a stream."""
@@ -77,7 +77,7 @@ class Links(Protocol):
 class Chain:
     """The graphs of a call but the last, with the waits after them."""
 
-    links: list[Link]
+    links: list[ChainLink]
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
     draws: bool = False
@@ -114,25 +114,25 @@ def place(line: str) -> str:
     return line.partition(": ")[0]
 
 
-class Builder:
-    """The graphs and waits of a chain that is being built (`Links`)."""
+class ChainBuilder:
+    """The graphs and waits of a chain that is being built (`ChainParts`)."""
 
     def __init__(self) -> None:
         self.graphs: list[Graph] = []
-        self.links: list[Link] = []
+        self.links: list[ChainLink] = []
         self.last: GraphExec | None = None
         """The executable of the graph after the last wait."""
 
     def submitted(self, graph: Graph, stream: Stream) -> None:
         if self.last is not None:
             # A part was ended without a wait, to bound the memory that it holds.
-            self.links.append(Link(self.last, Wait("", (), _nothing)))
+            self.links.append(ChainLink(self.last, Wait("", (), _nothing)))
         self.last = graph.instantiate(upload=stream)
         self.graphs.append(graph)
         self.last.launch(stream)
 
     def waited(self, wait: Wait) -> None:
-        self.links.append(Link(self.last, wait))
+        self.links.append(ChainLink(self.last, wait))
         self.last = None
 
 

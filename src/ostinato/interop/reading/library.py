@@ -16,7 +16,7 @@ from ostinato import (
     open_device,
 )
 from ostinato.errors import InputError
-from ostinato.interop.reading.chains import Links
+from ostinato.interop.reading.chains import ChainParts
 from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
@@ -37,7 +37,7 @@ class CaptureDisturbed(NotGraphable):
     """An error: something else than the function broke a capture; a later one may succeed."""
 
 
-class Waits(NotGraphable):
+class WaitsForDevice(NotGraphable):
     """An error: the call waits for the device.  A chain of graphs may serve it (`chains.py`)."""
 
 
@@ -153,7 +153,13 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     @property
-    def chain(self) -> Callable[[Callable[[Stream], Any], Links], tuple[Any, str]] | None:
+    def unseen(self) -> bool:
+        """True if work on CUDA's legacy default stream may be missing from a capture that was
+        made."""
+        ...
+
+    @property
+    def chain(self) -> Callable[[Callable[[Stream], Any], ChainParts], tuple[Any, str]] | None:
         """Runs work once, for real, as graphs that are captured and launched one after the other,
         with the operations that wait between them, all of which the links are given.  None for a
         library that cannot.

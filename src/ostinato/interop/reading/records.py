@@ -97,7 +97,7 @@ class Captured:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """How the calls of a key that wait for the device are served.
+    """The chains of a key whose calls wait for the device.
 
     Each chain has a line of its own, and serves the calls in which the host sees its values."""
 
@@ -147,7 +147,7 @@ class Line(Call):
     unbound: str = ""
     """The reason why the last graph could not be bound to the memory of a call."""
     waits: Waiting | None = None
-    """How its calls that wait for the device are served; None if it has no such calls."""
+    """The chains of its calls; None if its calls do not wait for the device."""
     parent: Line | None = None
     """The line of the key, for one of its chains."""
     unmatched: int = 0

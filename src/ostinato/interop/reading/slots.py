@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from ostinato import Graph, GraphExec, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
-from ostinato.interop.reading.chains import Builder, Chain, told
+from ostinato.interop.reading.chains import Chain, ChainBuilder, told
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import NotGraphable, Waits
+from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
@@ -40,11 +40,11 @@ class _Prepared:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class ChainRun:
     """A run of a function as a chain of graphs."""
 
     prepared: _Prepared
-    links: Builder
+    links: ChainBuilder
     random: Any
     """The states of the generators before it."""
     result: Any = None
@@ -194,14 +194,14 @@ class Maker:
         finally:
             kept.end()
 
-    def run_chain(self, work: ReadCall, kept: HostSnapshot) -> Run:
+    def run_chain(self, work: ReadCall, kept: HostSnapshot) -> ChainRun:
         """Runs the function once, for real, as a chain of graphs.
 
         Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, whose
         effects on the device the caller must undo."""
         library = self._subject.library
         prepared = self._prepare(work)
-        made = Run(prepared, Builder(), library.save_random())
+        made = ChainRun(prepared, ChainBuilder(), library.save_random())
         prepared.stage(work.leaves)
 
         def run(stream: Stream) -> Any:
@@ -219,14 +219,14 @@ class Maker:
             raise Raised(error) from error
         return made
 
-    def _give_back(self, made: Run, work: ReadCall) -> None:
+    def _give_back(self, made: ChainRun, work: ReadCall) -> None:
         """Copies the inputs that a run has written into the arguments."""
         library, prepared = self._subject.library, made.prepared
         for leaf, buffer, old in zip(work.leaves, prepared.inputs, prepared.versions, strict=True):
             if old is None or library.version(buffer) != old:
                 library.copy(leaf, buffer)
 
-    def whole(self, made: Run, work: ReadCall) -> Any:
+    def whole(self, made: ChainRun, work: ReadCall) -> Any:
         """Returns the result of a run of which no chain was made."""
         self._give_back(made, work)
         given = {id(b): leaf for b, leaf in zip(made.prepared.inputs, work.leaves, strict=True)}
@@ -237,7 +237,7 @@ class Maker:
         leaves = [given.get(id(leaf), leaf) for leaf in tree.leaves]
         return tree.build(leaves, self._subject.arguments.static_objects(work))
 
-    def chained(self, line: Line, work: ReadCall, made: Run) -> tuple[GraphExec, Captured]:
+    def chained(self, line: Line, work: ReadCall, made: ChainRun) -> tuple[GraphExec, Captured]:
         """Makes the chain of a run; returns the executable of its last graph.  Raises
         NotGraphable."""
         subject, links = self._subject, made.links
@@ -247,7 +247,7 @@ class Maker:
                 subject.at(f"it prints or logs at {made.told[0]}, which a replay would not repeat")
             )
         if made.why:
-            raise Waits(subject.at(made.why))
+            raise WaitsForDevice(subject.at(made.why))
         if links.last is None:  # the function ends with a wait
             last = Graph.create(library.device)
             last.add_empty()
@@ -264,7 +264,7 @@ class Maker:
         links.graphs[-1].owner = captured
         return links.last, captured
 
-    def _note_saved(self, line: Line, work: ReadCall, made: Run, chain: Chain) -> None:
+    def _note_saved(self, line: Line, work: ReadCall, made: ChainRun, chain: Chain) -> None:
         """Notes which memory a chain writes before its last wait.  Raises NotGraphable if that is
         not known."""
         library, storage = self._subject.library, self._subject.library.storage

@@ -24,9 +24,15 @@ from ostinato import (
 from ostinato.errors import Status
 from ostinato.interop import captures
 from ostinato.interop.captures import captured, disturbed, no_collection
-from ostinato.interop.reading.library import CaptureDisturbed, NoMemory, NotGraphable, Waits
+from ostinato.interop.reading.library import (
+    CaptureDisturbed,
+    NoMemory,
+    NotGraphable,
+    WaitsForDevice,
+)
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import causes, every_node
+from ostinato.settings import blocking_captures
 
 one_at_a_time = threading.RLock()
 """Held during a capture: torch cannot make two at a time, and what is switched for one (garbage
@@ -67,6 +73,9 @@ class Captures:
         """`generators`: those that the function draws from, besides the default one."""
         self.device, self.index, self.generators = device, index, generators
         self._side: tuple[Any, Stream] | None = None
+        self._blocking = False
+        self.unseen = False
+        """True if work on the legacy default stream may be missing from a capture."""
         self.pool: Any = None
         self._keeper: Any = None
         """The owner that keeps the pool: torch ends a pool whose last graph is destroyed, for
@@ -85,9 +94,15 @@ class Captures:
         It is a stream of ostinato, because torch hands out the same few streams again and again:
         cuBLAS has a workspace for each stream; a graph goes on using its workspace wherever it is
         replayed, and no other work may use that workspace at the time.
+
+        While the process has one Python thread, it is a stream that waits for the legacy default
+        stream, so that work there breaks a capture instead of missing in it.  Work of other threads
+        there would get errors.
         """
-        if self._side is None:
-            stream = self.device.create_stream()
+        blocking = blocking_captures() or len(sys._current_frames()) == 1
+        if self._side is None or (self._blocking and not blocking):
+            self._blocking = blocking
+            stream = self.device.create_stream(blocking=blocking)
             self._side = torch.cuda.ExternalStream(stream.handle, device=self.index), stream
         return self._side
 
@@ -109,7 +124,7 @@ class Captures:
         """Implements `Library.capture`."""
         with one_at_a_time, torch.cuda.device(self.index):
             made = self._captured(work, hidden=True)
-            if made.error and made.asked and made.kind in (NotGraphable, Waits):
+            if made.error and made.asked and made.kind in (NotGraphable, WaitsForDevice):
                 made = self._captured(work, hidden=False)
         if made.graph is None:
             raise made.kind(made.error)
@@ -119,6 +134,8 @@ class Captures:
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self.open_pool()
+        self.beside()
+        self.unseen |= not self._blocking
         events = FollowedEvents()
 
         def followed(stream: Stream) -> Any:
@@ -302,7 +319,7 @@ def _kind(error: BaseException) -> type[NotGraphable]:
         return NoMemory
     if disturbed(error):
         return CaptureDisturbed
-    return Waits if captures.waits(error) else NotGraphable
+    return WaitsForDevice if captures.waits(error) else NotGraphable
 
 
 def out_of_memory(error: BaseException) -> bool:

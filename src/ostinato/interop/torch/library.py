@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ostinato import Buffer, Device, Graph, MemoryRange, Stream
-from ostinato.interop.reading.chains import Links
+from ostinato.interop.reading.chains import ChainParts
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
@@ -418,7 +418,11 @@ class Torch:
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         return self._captures.capture(work)
 
-    def chain(self, work: Callable[[Stream], Any], links: Links) -> tuple[Any, str]:
+    @property
+    def unseen(self) -> bool:
+        return self._captures.unseen
+
+    def chain(self, work: Callable[[Stream], Any], links: ChainParts) -> tuple[Any, str]:
         return run_chain(self._captures, work, links)
 
     def out_of_memory(self, error: BaseException, /) -> bool:

@@ -20,17 +20,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato import Capture, Graph, Stream
-from ostinato.driver.api import CaptureStatus
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop import captures as rules
-from ostinato.interop.reading.chains import Links, Wait, raised, seen
+from ostinato.interop.reading.chains import ChainParts, Wait, raised, seen
 from ostinato.interop.reading.library import NoMemory, NotGraphable
 from ostinato.interop.torch.adopting import adopt_graph
 from ostinato.interop.torch.capturing import (
@@ -94,21 +93,24 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     to which others are added.  `device`: the device of the captures."""
 
     supports_higher_order_operators = True
-    """They run as work that is no operation."""
+    """True: they run as work that is no operation."""
 
     def __init__(
         self,
         begin: Callable[[], Segment],
         launch: Callable[[Any], None],
-        links: Links,
+        links: ChainParts,
         known: set[Kind],
         device: torch.device,
         fixed: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
+        relaxed: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`launch`: launches a graph.  `fixed`: makes a tensor outside of the capture."""
+        """`launch`: launches a graph.  `fixed`: makes a tensor outside of the capture.  `relaxed`:
+        lets calls that captures forbid pass in a block."""
         super().__init__()
         self._begin, self._launch, self._links = begin, launch, links
         self._known, self._device, self._fixed = known, device, fixed
+        self._relaxed = relaxed
         self._segment: Segment | None = None
         self._position: Hashable = None
         self._done: list[tuple[Any, Any, Any, list[Any]]] = []
@@ -206,7 +208,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         tensors = [leaf for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)]
         there = [tensor for tensor in tensors if self._is_there(tensor)]
         if not there and not self._makes(kwargs):
-            result = func(*args, **kwargs)
+            around = self._relaxed() if func is _aten._pin_memory.default else nullcontext()
+            with around:
+                result = func(*args, **kwargs)
             self._note_host(func, tensors, result)
             return result
         if self._segment.position() != self._position:
@@ -290,11 +294,14 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         except Exception as error:
             if out_of_memory(error):
                 raise NoMemory(explained(error)) from error
-            if segment.refused(error) or (segment.active() and rules.of_capture(error)):
+            if segment.refused(error):
                 self._recover(segment, explained(error))
                 return func(*args, **kwargs)
-            if segment.active():
-                raise
+            if segment.active() and segment.position() == self._position:
+                # It may be an error of the call, or of the capture alone: only a real run tells.
+                result = self._wait(func, args, kwargs)
+                self._known.add(kind)
+                return result
         else:
             if segment.active():
                 self._note(func, given, args, kwargs, result)
@@ -510,7 +517,7 @@ class _Capture:
         self._stream = captures.beside()[1]
 
     def active(self) -> bool:
-        return self._stream.capture_info().status is CaptureStatus.ACTIVE
+        return self._stream.capture_info().status.name == "ACTIVE"
 
     def position(self) -> Hashable:
         return self._stream.capture_info().dependencies
@@ -591,7 +598,9 @@ class _ByTorch(_Capture):
             raise ended
 
 
-def run_chain(captures: Captures, work: Callable[[Stream], Any], links: Links) -> tuple[Any, str]:
+def run_chain(
+    captures: Captures, work: Callable[[Stream], Any], links: ChainParts
+) -> tuple[Any, str]:
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index):
         captures.open_pool()
@@ -606,8 +615,10 @@ def run_chain(captures: Captures, work: Callable[[Stream], Any], links: Links) -
             graphs.append(graph)
             links.submitted(graph, stream)
 
+        relaxed = captures.device.context.relaxed
+
         def fixed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-            with captures.device.context.relaxed(), torch.cuda.stream(beside):
+            with relaxed(), torch.cuda.stream(beside):
                 made = make()
                 beside.synchronize()
             kept.append(made)
@@ -617,7 +628,7 @@ def run_chain(captures: Captures, work: Callable[[Stream], Any], links: Links) -
         compiled: list[str] = []
         events = FollowedEvents()
         where = torch.device("cuda", captures.index)
-        mode = Segments(begin, launch, links, captures.waiting, where, fixed)
+        mode = Segments(begin, launch, links, captures.waiting, where, fixed, relaxed)
         side.wait_stream(current)
         try:
             with (
