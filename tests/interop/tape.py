@@ -225,10 +225,6 @@ class OnTape(OnCpu):
     def _chain(self, work: Callable[[Any], Any], links: Any) -> tuple[Any, str]:
         slot = Slot()
 
-        def launch(graph: ost.Graph) -> None:
-            links.submitted(graph, self.ours)
-            self.ours.synchronize()
-
         class Waited:
             """torch knows nothing of the host driver's streams."""
 
@@ -240,15 +236,27 @@ class OnTape(OnCpu):
 
                 links.waited(dataclasses.replace(wait, again=again))
 
-        mode: Any = Segments(
-            lambda: TapeSegment(slot, self.device),
-            launch,
-            cast(Any, Waited),
-            self.waiting,
-            self.where,
-            lambda make: make(),
-            contextlib.nullcontext,
-        )
+        class Captor:
+            relaxed = contextlib.nullcontext
+
+            @staticmethod
+            def begin() -> TapeSegment:
+                return TapeSegment(slot, self.device)
+
+            @staticmethod
+            def launch(graph: ost.Graph) -> None:
+                links.submitted(graph, self.ours)
+                self.ours.synchronize()
+
+            @staticmethod
+            def fixed(make: Callable[[], Any]) -> Any:
+                return make()
+
+            @staticmethod
+            def settle() -> None:
+                """Nothing is left pending."""
+
+        mode: Any = Segments(cast(Any, Captor), cast(Any, Waited), self.waiting, self.where)
         with slot:
             result = mode.run(lambda: work(self.ours))
         return result, mode.why

@@ -52,6 +52,9 @@ def test_a_call_that_waits_is_replayed_between_its_waits(lib: Lib, make: Make) -
     for _ in range(3):
         step(lib.array([2.0, 0.0]))
     assert len(lib.notes) == before, "a replay runs no Python"
+    version = x.version
+    step(x)
+    assert x.version == version, "an argument that is read is not written"
     assert "waits at" in step.explain() and "test_chains.py" in step.explain()
     assert step.inspect().count("\n") > 4
 

@@ -368,10 +368,13 @@ class Graphed(Guarded, Closeable):
             except Raised as raised:
                 error = raised.error
             else:
-                waiting.served += 1
                 if each is not waiting.chains[0]:
                     waiting.chains.remove(each)
                     waiting.chains.insert(0, each)
+                if work.made is not None and not (timed or work.slow):
+                    each.unmatched += 1
+                    if not each.unmatched & (each.unmatched - 1):
+                        self._heat(each, work, key, "")
                 if timed and work.made is not None:
                     self._library.stream().synchronize()
                     waiting.chained.append(time.perf_counter() - began)
@@ -410,8 +413,11 @@ class Graphed(Guarded, Closeable):
     def _unchain(self, line: Line, waiting: Waiting, why: str) -> None:
         """Gives up a key with chains, and drops these."""
         self._give_up(line, f"{waiting.why}; {why}")
+        counts = self._engine.entered(line)[1]
+        self._set_hot()
         for key, each in [*self._lines.items()]:
             if each.parent is line:
+                counts.add(self._engine.entered(each)[1])
                 self.cache.evict(each.name)
                 del self._lines[key]
         waiting.chains.clear()
@@ -424,7 +430,9 @@ class Graphed(Guarded, Closeable):
         chain = next((each for each in waiting.chains if each.captured() is None), None)
         if chain is None and len(waiting.chains) >= _MOST_CHAINS:
             why = f"the value at {where} is another one in most calls"
-            if waiting.strange > _STRANGE + 4 * waiting.served:
+            self._set_hot()  # counts its calls
+            served = sum(self._engine.entered(each)[1].replays for each in waiting.chains)
+            if waiting.strange > _STRANGE + 4 * served:
                 self._unchain(line, waiting, why)
             return self._decided(line, given, (Reason.NOT_GRAPHABLE, why)).result
         if chain is None:

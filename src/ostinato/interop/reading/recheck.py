@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import MemoryRange, Stream
+from ostinato.interop.reading.chains import Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import (
     Guards,
@@ -447,6 +448,11 @@ class _Way:
             if self._turns.last is not self._stream:
                 self._turns.take()
             captured.stage(leaves)
+            if captured.chain is not None:
+                try:
+                    captured.chain.run(self._stream)
+                except Diverged:  # it has nothing to put back
+                    return MISSED
             if not self._cache.replay(self._line.name, self._stream):
                 return MISSED
             self.count += 1
@@ -574,6 +580,9 @@ def recheck(
     """Makes the short way of a key that was just replayed, or returns None.  See `checked`."""
     library = subject.library
     if subject.options.verify != "off" or line.written or captured.tree.given:
+        return None
+    chain = captured.chain
+    if chain is not None and (chain.saved or chain.draws):
         return None
     made = checked(subject, work, captured.attached, seen, note)
     if made is None or library.stream() is not stream:

@@ -107,8 +107,6 @@ class Waiting:
     """The last used first."""
     failures: int = 0
     """Builds in a row that gave no chain."""
-    served: int = 0
-    """Calls that a chain served."""
     strange: int = 0
     """Calls in which the host saw values of no chain."""
     eager: list[float] = field(default_factory=list)

@@ -203,6 +203,7 @@ class Maker:
         prepared = self._prepare(work)
         made = ChainRun(prepared, ChainBuilder(), library.save_random())
         prepared.stage(work.leaves)
+        prepared.versions = [*map(library.version, prepared.inputs)]
 
         def run(stream: Stream) -> Any:
             kept.begin()

@@ -106,6 +106,16 @@ class Captures:
             self._side = torch.cuda.ExternalStream(stream.handle, device=self.index), stream
         return self._side
 
+    def note_unseen(self) -> None:
+        """Notes whether the next capture may miss work on the legacy default stream."""
+        self.unseen |= not self._blocking
+
+    def settle(self) -> None:
+        """Clears an error that a library's call in a broken capture has left pending: else the next
+        call that asks for errors, of the same library or of torch, raises it."""
+        with torch.cuda.stream(self.beside()[0]), suppress(RuntimeError):
+            torch.zeros(1, device=f"cuda:{self.index}")
+
     def run_beside(self, work: Callable[[], Any]) -> Any:
         """Implements `Library.run_beside`."""
         (side, _), current = self.beside(), torch.cuda.current_stream(self.index)
@@ -127,6 +137,7 @@ class Captures:
             if made.error and made.asked and made.kind in (NotGraphable, WaitsForDevice):
                 made = self._captured(work, hidden=False)
         if made.graph is None:
+            self.settle()
             raise made.kind(made.error)
         if made.graph.only_to_read:
             raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
@@ -135,7 +146,7 @@ class Captures:
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self.open_pool()
         self.beside()
-        self.unseen |= not self._blocking
+        self.note_unseen()
         events = FollowedEvents()
 
         def followed(stream: Stream) -> Any:

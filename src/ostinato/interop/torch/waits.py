@@ -88,6 +88,24 @@ class Segment(Protocol):
         can."""
 
 
+class Captor(Protocol):
+    """The captures of a chain, and what is done outside of them."""
+
+    def begin(self) -> Segment:
+        """Begins a capture."""
+
+    def launch(self, graph: Any) -> None: ...
+
+    def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Makes a tensor outside of the capture under way, and keeps it with the chain."""
+
+    def relaxed(self) -> AbstractContextManager[object]:
+        """Lets calls that captures forbid pass in a block."""
+
+    def settle(self) -> None:
+        """Clears an error that a broken capture has left pending."""
+
+
 class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for it
     """Cuts a run into captures.  `known`: kinds of operations that have broken captures before,
     to which others are added.  `device`: the device of the captures."""
@@ -96,21 +114,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     """True: they run as work that is no operation."""
 
     def __init__(
-        self,
-        begin: Callable[[], Segment],
-        launch: Callable[[Any], None],
-        links: ChainParts,
-        known: set[Kind],
-        device: torch.device,
-        fixed: Callable[[Callable[[], torch.Tensor]], torch.Tensor],
-        relaxed: Callable[[], AbstractContextManager[object]],
+        self, captor: Captor, parts: ChainParts, known: set[Kind], device: torch.device
     ) -> None:
-        """`launch`: launches a graph.  `fixed`: makes a tensor outside of the capture.  `relaxed`:
-        lets calls that captures forbid pass in a block."""
         super().__init__()
-        self._begin, self._launch, self._links = begin, launch, links
-        self._known, self._device, self._fixed = known, device, fixed
-        self._relaxed = relaxed
+        self._captor, self._parts, self._known, self._device = captor, parts, known, device
         self._segment: Segment | None = None
         self._position: Hashable = None
         self._done: list[tuple[Any, Any, Any, list[Any]]] = []
@@ -150,7 +157,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
     def _start(self) -> None:
         self._done, self._held = [], 0
-        self._segment = self._begin()
+        self._segment = self._captor.begin()
         self._position = self._segment.position()
 
     def _next(self) -> None:
@@ -165,6 +172,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if segment is not None:
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
+            self._captor.settle()
 
     def _cut(self) -> None:
         """Ends the capture, and launches its graph; runs its operations if it is broken."""
@@ -174,7 +182,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         try:
             graph = segment.end()
             if graph is not None:
-                self._launch(graph)
+                self._captor.launch(graph)
         except ContextPoisonedError:
             raise
         except Exception as error:
@@ -185,9 +193,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if segment is not None:
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
+        self._captor.settle()
         self._segment = None
         self.why = self.why or why
-        with _plain(torch.is_inference_mode_enabled()):
+        with _Plain(torch.is_inference_mode_enabled()):
             for func, args, kwargs, results in self._done:
                 new = [each for each in _leaves(func(*args, **kwargs)) if _is_tensor(each)]
                 for into, made in zip(results, new, strict=True):
@@ -208,7 +217,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         tensors = [leaf for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)]
         there = [tensor for tensor in tensors if self._is_there(tensor)]
         if not there and not self._makes(kwargs):
-            around = self._relaxed() if func is _aten._pin_memory.default else nullcontext()
+            around = self._captor.relaxed() if func is _aten._pin_memory.default else nullcontext()
             with around:
                 result = func(*args, **kwargs)
             self._note_host(func, tensors, result)
@@ -218,7 +227,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if len(there) < len(tensors) or not there:
             args, kwargs = self._without_host(func, args, kwargs)
             if func is _aten._to_copy.default and self._is_own(args[0]):
-                made = self._fixed(lambda: func(*args, **kwargs))
+                made = self._captor.fixed(lambda: func(*args, **kwargs))
                 args, func, kwargs = (made,), _aten.clone.default, {}
         kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
         if kind in self._known or self._waits(func, args, kwargs):
@@ -260,7 +269,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         def moved(value: Any) -> Any:
             if not _is_tensor(value) or not self._is_own(value):
                 return value
-            return self._fixed(lambda: value.to(self._device))
+            return self._captor.fixed(lambda: value.to(self._device))
 
         if func is _aten.copy_.default and self._is_there(args[0]):
             return (args[0], moved(args[1]), *args[2:]), kwargs
@@ -299,7 +308,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 return func(*args, **kwargs)
             if segment.active() and segment.position() == self._position:
                 # It may be an error of the call, or of the capture alone: only a real run tells.
-                result = self._wait(func, args, kwargs)
+                result = self._wait(func, args, kwargs, failed=True)
                 self._known.add(kind)
                 return result
         else:
@@ -341,16 +350,18 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                         self._written.add(_storage(leaf))
 
     # --- waits
-    def _wait(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation that waits, between two captures."""
+    def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: bool = False) -> Any:
+        """Runs an operation that waits, between two captures.  `failed`: it failed in a capture."""
         line = line_outside_torch()
         self._cut()
+        if failed:
+            self._captor.settle()
         if self.why:  # the capture was broken
             return func(*args, **kwargs)
         given = _map(alias, (args, kwargs))
         inference = torch.is_inference_mode_enabled()
         self._note_written(func, args, kwargs)
-        before = self._host(func, *given)
+        before = (*map(_bytes, self._read_on_host(func, *given)),)
         try:
             try:
                 result = func(*args, **kwargs)
@@ -384,40 +395,41 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         results: Sequence[Any],
     ) -> None:
         args, kwargs = given
-        reading = _reader(func, args, inference)
+        host = self._read_on_host(func, args, kwargs)
+        copies = [(index, into) for index, into in enumerate(results) if into is not None]
 
         def again() -> Hashable:
-            with _plain(inference):
-                before = self._host(func, args, kwargs)
+            with _Plain(inference):
+                before = (*map(_bytes, host),)
                 try:
                     made = func(*args, **kwargs)
                 except Exception as error:
                     return before, raised(error)
                 found = before, self._value(made)
-                if found == value:
-                    new = [leaf for leaf in _leaves(made) if _is_tensor(leaf)]
+                if copies and found == value:
+                    new = [leaf for leaf in _flat(made) if _is_tensor(leaf)]
                     new = [leaf for leaf in new if self._is_there(leaf)]
-                    for into, one in zip(results, new, strict=True):
-                        if into is not None:
-                            into.copy_(one)
+                    for index, into in copies:
+                        into.copy_(new[index])
                 return found
 
+        reading = _reader(func, args)
         written = frozenset(self._written)
-        self._links.waited(Wait(line, value, reading or again, written, self._unseen))
+        self._parts.waited(Wait(line, value, reading or again, written, self._unseen))
 
-    def _host(self, func: Any, args: Any, kwargs: Any) -> Hashable:
-        """Returns the bytes of the CPU tensors that an operation reads."""
+    def _read_on_host(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Returns the CPU tensors that an operation reads."""
         found = []
         for argument, value in _arguments(func, args, kwargs):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 found += [leaf for leaf in _leaves(value) if _is_tensor(leaf)]
-        return tuple([_bytes(tensor) for tensor in found if not self._is_there(tensor)])
+        return [tensor for tensor in found if not self._is_there(tensor)]
 
     def _value(self, result: Any) -> Hashable:
         """Returns what the host sees of a result: the shapes of arrays on the device, and the bytes
         of everything else."""
         found: list[Hashable] = []
-        for leaf in _leaves(result):
+        for leaf in _flat(result):
             if not _is_tensor(leaf):
                 found.append(seen(leaf))
                 continue
@@ -429,7 +441,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         return tuple(found)
 
 
-def _reader(func: Any, args: Any, inference: bool) -> Callable[[], Hashable] | None:
+def _flat(result: Any) -> Sequence[Any]:
+    return (result,) if isinstance(result, torch.Tensor | float | None) else _leaves(result)
+
+
+def _reader(func: Any, args: Any) -> Callable[[], Hashable] | None:
     """Returns a fast function that reads a scalar of the device; None for other operations."""
     if func is not _aten._local_scalar_dense.default:
         return None
@@ -437,11 +453,30 @@ def _reader(func: Any, args: Any, inference: bool) -> Callable[[], Hashable] | N
     return lambda: ((), (seen(item()),))
 
 
-@contextmanager
-def _plain(inference: bool) -> Iterator[None]:
-    """Runs operations as the dispatch mode has seen them: below autograd and autocast."""
-    with torch.inference_mode(inference), torch.no_grad(), torch._C._DisableAutocast():
-        yield
+class _Plain:
+    """A block that runs operations as a dispatch mode has seen them: below autograd and autocast.
+    A class, because a generator would cost a replay microseconds."""
+
+    __slots__ = ("_inference", "_open")
+
+    def __init__(self, inference: bool) -> None:
+        self._inference = inference
+        self._open: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        if (
+            torch.is_inference_mode_enabled() is not self._inference
+            or torch.is_grad_enabled()
+            or torch._C._is_any_autocast_enabled()
+        ):
+            self._open = ExitStack()
+            self._open.enter_context(torch.inference_mode(self._inference))
+            self._open.enter_context(torch.no_grad())
+            self._open.enter_context(torch._C._DisableAutocast())
+
+    def __exit__(self, *error: object) -> None:
+        if self._open is not None:
+            self._open.close()
 
 
 def alias(value: Any) -> Any:
@@ -598,37 +633,47 @@ class _ByTorch(_Capture):
             raise ended
 
 
+class _Captor:
+    """Captures on the side stream of captures (`Captor`)."""
+
+    def __init__(self, captures: Captures, parts: ChainParts) -> None:
+        self._captures, self._parts = captures, parts
+        self._beside = torch.cuda.Stream(captures.index)
+        self.relaxed = captures.device.context.relaxed
+        self.settle = captures.settle
+        self.graphs: list[Graph] = []
+        self.kept: list[torch.Tensor] = []
+        """Copies of CPU tensors, from which graphs copy."""
+
+    def begin(self) -> Segment:
+        return _ByTorch(self._captures) if self._captures.by_torch else _Own(self._captures)
+
+    def launch(self, graph: Graph) -> None:
+        self.graphs.append(graph)
+        self._parts.submitted(graph, self._captures.beside()[1])
+
+    def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        with self.relaxed(), torch.cuda.stream(self._beside):
+            made = make()
+            self._beside.synchronize()
+        self.kept.append(made)
+        return made
+
+
 def run_chain(
-    captures: Captures, work: Callable[[Stream], Any], links: ChainParts
+    captures: Captures, work: Callable[[Stream], Any], parts: ChainParts
 ) -> tuple[Any, str]:
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index):
         captures.open_pool()
         side, stream = captures.beside()
-        current, beside = torch.cuda.current_stream(captures.index), torch.cuda.Stream()
-        graphs: list[Graph] = []
-
-        def begin() -> Segment:
-            return _ByTorch(captures) if captures.by_torch else _Own(captures)
-
-        def launch(graph: Graph) -> None:
-            graphs.append(graph)
-            links.submitted(graph, stream)
-
-        relaxed = captures.device.context.relaxed
-
-        def fixed(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-            with relaxed(), torch.cuda.stream(beside):
-                made = make()
-                beside.synchronize()
-            kept.append(made)
-            return made
-
-        kept: list[torch.Tensor] = []
+        captures.note_unseen()
+        current = torch.cuda.current_stream(captures.index)
+        captor = _Captor(captures, parts)
         compiled: list[str] = []
         events = FollowedEvents()
         where = torch.device("cuda", captures.index)
-        mode = Segments(begin, launch, links, captures.waiting, where, fixed, relaxed)
+        mode = Segments(captor, parts, captures.waiting, where)
         side.wait_stream(current)
         try:
             with (
@@ -642,13 +687,13 @@ def run_chain(
                 result = mode.run(lambda: work(stream))
         finally:
             current.wait_stream(side)
-        why = mode.why or events.missing_in(*graphs)
+        why = mode.why or events.missing_in(*captor.graphs)
         if compiled:
             why = f"torch.compile has made a part of it ({compiled[0]}), which runs otherwise here"
         if why:
             for leaf in _leaves(result):
                 if _is_tensor(leaf) and leaf.is_cuda:
                     leaf.record_stream(current)
-        for graph in graphs:
-            graph.keep.append(kept)
+        for graph in captor.graphs:
+            graph.keep.append(captor.kept)
         return result, why
