@@ -253,7 +253,7 @@ class OnTape(OnCpu):
                 return make()
 
             @staticmethod
-            def settle() -> None:
+            def settle(error: str) -> None:
                 """Nothing is left pending."""
 
         mode: Any = Segments(cast(Any, Captor), cast(Any, Waited), self.waiting, self.where)

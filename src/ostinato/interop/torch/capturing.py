@@ -110,11 +110,16 @@ class Captures:
         """Notes whether the next capture may miss work on the legacy default stream."""
         self.unseen |= not self._blocking
 
-    def settle(self) -> None:
-        """Clears an error that a library's call in a broken capture has left pending: else the next
-        call that asks for errors, of the same library or of torch, raises it."""
-        with torch.cuda.stream(self.beside()[0]), suppress(RuntimeError):
-            torch.zeros(1, device=f"cuda:{self.index}")
+    def settle(self, error: str) -> None:
+        """Clears an error that a call in a broken capture has left pending, which the next call of
+        its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own."""
+        like = {"device": f"cuda:{self.index}"}
+        with torch.cuda.stream(self.beside()[0]), no_modes():
+            with suppress(RuntimeError):
+                torch.zeros(1, **like)
+            if "cusolver" in error.lower():
+                with suppress(RuntimeError):
+                    torch.linalg.eigh(torch.eye(2, **like))
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
         """Implements `Library.run_beside`."""
@@ -137,7 +142,7 @@ class Captures:
             if made.error and made.asked and made.kind in (NotGraphable, WaitsForDevice):
                 made = self._captured(work, hidden=False)
         if made.graph is None:
-            self.settle()
+            self.settle(made.error)
             raise made.kind(made.error)
         if made.graph.only_to_read:
             raise NotGraphable(f"the graph cannot be replayed here: {made.graph.only_to_read}")
@@ -322,6 +327,13 @@ class Captures:
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Runs operations that no mode of the caller sees, and without gradients."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad(), torch._C._DisableAutocast():
+        yield
 
 
 def _kind(error: BaseException) -> type[NotGraphable]:

@@ -102,7 +102,7 @@ class Captor(Protocol):
     def relaxed(self) -> AbstractContextManager[object]:
         """Lets calls that captures forbid pass in a block."""
 
-    def settle(self) -> None:
+    def settle(self, error: str) -> None:
         """Clears an error that a broken capture has left pending."""
 
 
@@ -172,7 +172,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if segment is not None:
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
-            self._captor.settle()
+            self._captor.settle("")
 
     def _cut(self) -> None:
         """Ends the capture, and launches its graph; runs its operations if it is broken."""
@@ -193,7 +193,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if segment is not None:
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
-        self._captor.settle()
+        self._captor.settle(why)
         self._segment = None
         self.why = self.why or why
         with _Plain(torch.is_inference_mode_enabled()):
@@ -308,7 +308,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 return func(*args, **kwargs)
             if segment.active() and segment.position() == self._position:
                 # It may be an error of the call, or of the capture alone: only a real run tells.
-                result = self._wait(func, args, kwargs, failed=True)
+                result = self._wait(func, args, kwargs, failed=str(error))
                 self._known.add(kind)
                 return result
         else:
@@ -350,12 +350,12 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                         self._written.add(_storage(leaf))
 
     # --- waits
-    def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: bool = False) -> Any:
-        """Runs an operation that waits, between two captures.  `failed`: it failed in a capture."""
+    def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: str = "") -> Any:
+        """Runs an operation that waits, between two captures.  `failed`: its error in a capture."""
         line = line_outside_torch()
         self._cut()
         if failed:
-            self._captor.settle()
+            self._captor.settle(failed)
         if self.why:  # the capture was broken
             return func(*args, **kwargs)
         given = _map(alias, (args, kwargs))
