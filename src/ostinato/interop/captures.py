@@ -15,7 +15,7 @@ from typing import Any
 import ostinato
 from ostinato import Capture, Graph, Stream
 from ostinato.errors import CaptureError, ContextPoisonedError, OstinatoError, Status
-from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable
+from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable, WaitsForDevice
 from ostinato.lowlevel import causes
 
 
@@ -49,7 +49,13 @@ def captured(
     except ContextPoisonedError:
         raise
     except Exception as raised:
-        kind = CaptureDisturbed if disturbed(raised) else NotGraphable
+        kind: type[NotGraphable] = NotGraphable
+        if disturbed(raised):
+            kind = CaptureDisturbed
+        elif waits(raised):
+            kind = WaitsForDevice
+        elif not of_capture(raised) and stream.capture_info().status.name == "INVALIDATED":
+            kind = WaitsForDevice  # a library's own error need not say that a capture forbids it
         if isinstance(raised, CaptureError):
             raise kind(f"the capture failed: {raised}") from raised
         raise kind(explained(raised)) from raised
@@ -97,10 +103,9 @@ def disturbed(error: BaseException) -> bool:
 def waits(error: BaseException) -> bool:
     """True if an error of a capture means that one of its own calls waits for the device, or does
     something else that no capture takes, but draws no random numbers."""
-    cause = error.__cause__ if isinstance(error, NotGraphable) else error
-    if cause is None or _status(cause) != Status.STREAM_CAPTURE_UNSUPPORTED:
+    if _status(error) != Status.STREAM_CAPTURE_UNSUPPORTED:
         return False
-    return not any(word in str(cause).lower() for word in ("generator", "seed", "offset"))
+    return not any(word in str(error).lower() for word in ("generator", "seed", "offset"))
 
 
 def of_capture(error: BaseException) -> bool:

@@ -225,7 +225,8 @@ class Captures:
                 graph, result = captured(stream, work, explained)
         except NotGraphable as broken:
             drew = NOT_REGISTERED in str(broken.__cause__)
-            return None if drew else _Made(error=str(broken), kind=_kind(broken))
+            kind = _kind(broken) if type(broken) is NotGraphable else type(broken)
+            return None if drew else _Made(error=str(broken), kind=kind)
         finally:
             current.wait_stream(side)
         nodes = graph.nodes()
@@ -251,7 +252,10 @@ class Captures:
                 with self.unseeded(beside):
                     made.result = work(stream)
             except Exception as raised:
+                broken = stream.capture_info().status.name == "INVALIDATED"
                 made.error, made.kind = explained(raised), _kind(raised)
+                if broken and made.kind is NotGraphable and not captures.of_capture(raised):
+                    made.kind = WaitsForDevice
             except BaseException:
                 self.end(owner)
                 raise
@@ -342,7 +346,8 @@ def _kind(error: BaseException) -> type[NotGraphable]:
         return NoMemory
     if disturbed(error):
         return CaptureDisturbed
-    return WaitsForDevice if captures.waits(error) else NotGraphable
+    cause = error.__cause__ if isinstance(error, NotGraphable) else error
+    return WaitsForDevice if cause is not None and captures.waits(cause) else NotGraphable
 
 
 def out_of_memory(error: BaseException) -> bool:

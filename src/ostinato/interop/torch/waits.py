@@ -298,6 +298,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         given = _map(alias, (args, kwargs))
         segment = self._segment
         assert segment is not None
+        said = "the capture was broken"
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -311,13 +312,14 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 result = self._wait(func, args, kwargs, failed=str(error))
                 self._known.add(kind)
                 return result
+            said = str(error).strip().partition("\n")[0]
         else:
             if segment.active():
                 self._note(func, given, args, kwargs, result)
                 return result
         self._known.add(kind)
         where = line_outside_torch()
-        self._recover(segment, f"{func} waits for the GPU at {where}, which was not foreseen")
+        self._recover(segment, f"{func} at {where} was not foreseen to wait for the GPU ({said})")
         return func(*args, **kwargs)
 
     def _note(self, func: Any, given: Any, args: Any, kwargs: Any, result: Any) -> None:
