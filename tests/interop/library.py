@@ -335,7 +335,7 @@ class Lib:
     def chain(self) -> Any:
         return self._chain if self.chains else None
 
-    def _chain(self, work: Callable[[ost.Stream], Any], links: Any) -> tuple[Any, str]:
+    def _chain(self, work: Callable[[ost.Stream], Any], links: Any) -> tuple[Any, Any]:
         current, self.here.chain = self.here.stream, Chaining(self, links)
         self.side.wait(current.record())
         chain = self.here.chain
@@ -352,7 +352,7 @@ class Lib:
             self.here.chain = None
             current.wait(self.side.record())
         why, self.unchained = self.unchained, ""
-        return result, why
+        return result, WaitsForDevice(why) if why else None
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return isinstance(error, MemoryError)

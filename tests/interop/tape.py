@@ -222,7 +222,7 @@ class OnTape(OnCpu):
     def chain(self) -> Any:
         return self._chain if self.chains else None
 
-    def _chain(self, work: Callable[[Any], Any], links: Any) -> tuple[Any, str]:
+    def _chain(self, work: Callable[[Any], Any], links: Any) -> tuple[Any, Any]:
         slot = Slot()
 
         class Waited:
@@ -259,7 +259,7 @@ class OnTape(OnCpu):
         mode: Any = Segments(cast(Any, Captor), cast(Any, Waited), self.waiting, self.where)
         with slot:
             result = mode.run(lambda: work(self.ours))
-        return result, mode.why
+        return result, WaitsForDevice(mode.why) if mode.why else None
 
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)

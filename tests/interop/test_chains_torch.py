@@ -272,7 +272,8 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, make: Make, whe
         def function(x: Any, steps: Any = steps, state: Any = state) -> Any:
             return run(steps, x, x * 1, state)
 
-        step = make(function)
+        option = draw.choice([{}, {"results": "static"}, {"verify": 3}])
+        step = make(function, **option)
         with torch.no_grad():
             for _ in range(20):
                 values = draw.choice([[0.0, 1, 2, 3], [1.0, 1, 1, 1], [3.0, 4, 0, -2]])

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ostinato import Graph, GraphExec, Stream
+from ostinato.lowlevel import new_lock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +137,9 @@ class ChainBuilder:
         self.last = None
 
 
+_telling = new_lock()
+
+
 class _Noting:
     """A text stream that notes who writes."""
 
@@ -152,7 +156,14 @@ class _Noting:
 
 @contextmanager
 def told(found: list[str]) -> Iterator[None]:
-    """Notes the lines on which this thread prints or logs in the block, which no replay would."""
+    """Notes the lines on which this thread prints or logs in the block, which no replay would.
+
+    One thread at a time is in such a block."""
+    with _telling:
+        yield from _told(found)
+
+
+def _told(found: list[str]) -> Iterator[None]:
     thread = threading.get_ident()
     kind: Any = logging.Logger
     handle, out, err = kind.callHandlers, sys.stdout, sys.stderr

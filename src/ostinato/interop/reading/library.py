@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from ostinato import (
     Device,
@@ -43,6 +43,11 @@ class WaitsForDevice(NotGraphable):
 
 class NoMemory(NotGraphable):
     """An error: the device had no memory for a capture; a later one may succeed."""
+
+
+RunChain: TypeAlias = Callable[
+    [Callable[[Stream], Any], ChainParts], tuple[Any, NotGraphable | None]
+]
 
 
 class Library(WatchingLibrary, Protocol):
@@ -159,12 +164,13 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     @property
-    def chain(self) -> Callable[[Callable[[Stream], Any], ChainParts], tuple[Any, str]] | None:
+    def chain(self) -> RunChain | None:
         """Runs work once, for real, as graphs that are captured and launched one after the other,
         with the operations that wait between them, all of which the links are given.  None for a
         library that cannot.
 
-        Returns the result of the work, and why the graphs cannot be replayed; empty if they can.
+        Returns the result of the work, and an error if the graphs cannot be replayed:
+        WaitsForDevice if the next run may give graphs that can.
         Raises the errors of the work; NotGraphable, in the middle of the work, for a wait that the
         library does not see before it breaks a capture.
         """

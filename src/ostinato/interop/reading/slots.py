@@ -16,7 +16,7 @@ from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
 from ostinato.interop.reading.chains import Chain, ChainBuilder, told
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
+from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
@@ -48,8 +48,8 @@ class ChainRun:
     random: Any
     """The states of the generators before it."""
     result: Any = None
-    why: str = ""
-    """The reason why the graphs cannot be replayed; empty if they can."""
+    why: NotGraphable | None = None
+    """The reason why the graphs cannot be replayed; None if they can."""
     told: list[str] = field(default_factory=list)
     """The lines on which it printed or logged."""
 
@@ -247,8 +247,8 @@ class Maker:
             raise NotGraphable(
                 subject.at(f"it prints or logs at {made.told[0]}, which a replay would not repeat")
             )
-        if made.why:
-            raise WaitsForDevice(subject.at(made.why))
+        if made.why is not None:
+            raise type(made.why)(subject.at(str(made.why)))
         if links.last is None:  # the function ends with a wait
             last = Graph.create(library.device)
             last.add_empty()

@@ -422,8 +422,10 @@ class Torch:
     def unseen(self) -> bool:
         return self._captures.unseen
 
-    def chain(self, work: Callable[[Stream], Any], links: ChainParts) -> tuple[Any, str]:
-        return run_chain(self._captures, work, links)
+    def chain(
+        self, work: Callable[[Stream], Any], parts: ChainParts
+    ) -> tuple[Any, NotGraphable | None]:
+        return run_chain(self._captures, work, parts)
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return out_of_memory(error)

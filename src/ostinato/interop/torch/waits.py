@@ -30,7 +30,7 @@ from ostinato import Capture, Graph, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop import captures as rules
 from ostinato.interop.reading.chains import ChainParts, Wait, raised, seen
-from ostinato.interop.reading.library import NoMemory, NotGraphable
+from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
 from ostinato.interop.torch.adopting import adopt_graph
 from ostinato.interop.torch.capturing import (
     NOT_REGISTERED,
@@ -664,7 +664,7 @@ class _Captor:
 
 def run_chain(
     captures: Captures, work: Callable[[Stream], Any], parts: ChainParts
-) -> tuple[Any, str]:
+) -> tuple[Any, NotGraphable | None]:
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index):
         captures.open_pool()
@@ -689,10 +689,15 @@ def run_chain(
                 result = mode.run(lambda: work(stream))
         finally:
             current.wait_stream(side)
-        why = mode.why or events.missing_in(*captor.graphs)
+        why: NotGraphable | None = None
+        missing = events.missing_in(*captor.graphs)
         if compiled:
-            why = f"torch.compile has made a part of it ({compiled[0]}), which runs otherwise here"
-        if why:
+            missing = f"torch.compile has made what {compiled[0]} calls, which runs otherwise here"
+        if missing:
+            why = NotGraphable(missing)
+        elif mode.why:
+            why = WaitsForDevice(mode.why)
+        if why is not None:
             for leaf in _leaves(result):
                 if _is_tensor(leaf) and leaf.is_cuda:
                     leaf.record_stream(current)
