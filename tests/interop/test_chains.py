@@ -256,6 +256,23 @@ def test_each_chain_is_checked_if_that_is_asked(lib: Lib, make: Make) -> None:
     assert step.statistics().verified == 1 and _key(step).replays >= 1
 
 
+def test_a_check_of_a_chain_that_writes_what_the_first_call_did_not(lib: Lib, make: Make) -> None:
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Array:
+        if x.numpy()[0] > 5:
+            count.shift(1.0)
+        return x.line(2.0)
+
+    step = make(function, verify=2)
+    for _ in range(6):
+        step(lib.array([1.0]))
+    for call in range(1, 9):
+        step(lib.array([9.0]))
+        assert count.numpy()[0] == call
+    assert step.statistics().verified > 2
+
+
 def test_an_evicted_chain_is_built_again(lib: Lib, make: Make) -> None:
     def function(x: Array) -> Array:
         x.numpy()

@@ -21,6 +21,8 @@ from tests.processes import child_environment
 
 torch: Any = pytest.importorskip("torch")
 
+from tests.interop.tape import OnCpu, on_tape  # needs torch
+
 Make = Callable[..., Any]
 
 
@@ -38,8 +40,6 @@ def make(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def graphed(function: Any, **options: Any) -> Any:
         if device.driver.name == "host":
-            from tests.interop.tape import on_tape
-
             made.append(on_tape(device, function, chains=True, **options))
         else:
             from ostinato.interop import torch as interop
@@ -288,6 +288,34 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, make: Make, whe
                     assert same(found, expected), steps
                 assert torch.equal(x, other), steps
                 assert torch.equal(state, theirs), steps
+
+
+def test_a_wait_that_torch_does_not_show_leaves_nothing_written_twice(
+    make: Make, where: str
+) -> None:
+    """It breaks the run that builds in its middle, and the call runs eagerly from its start."""
+    state, hidden = (torch.zeros(4, device=where) for _ in range(2))
+    find = {"it": [hidden]}.__getitem__
+
+    def function(x: Any) -> Any:
+        state.add_(1)
+        found: Any = find("it")
+        found[0].add_(x)
+        x.mul_(2)
+        if x.sum() > 0:
+            state.add_(10)
+        if OnCpu.inside or (where == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x + state
+
+    step = make(function)
+    with torch.no_grad():
+        for call in range(1, 10):
+            x = torch.ones(4, device=where)
+            assert same(step(x), torch.full((4,), 2.0 + 11 * call, device=where))
+            assert same(x, torch.full((4,), 2.0, device=where))
+            assert same(hidden, torch.full((4,), float(call), device=where))
+    assert step.statistics().replays == 0 and "not permitted" in step.explain()
 
 
 @pytest.mark.parametrize("how", [print, logging.getLogger(__name__).warning])

@@ -464,7 +464,7 @@ class Graphed(Guarded, Closeable):
         """Runs a call for real, as the chain of its line.  Raises Raised, NotGraphable."""
         line, given, maker = work.call, work.given, self._maker
         kept = self._subject.keep(given)
-        before = _Before(self._library, given.state, line.state, random=True)
+        before = _Before(self._library, (), (), random=True)
         try:
             run = maker.run_chain(given, kept)
         except Raised:

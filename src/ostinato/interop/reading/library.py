@@ -172,7 +172,7 @@ class Library(WatchingLibrary, Protocol):
         Returns the result of the work, and an error if the graphs cannot be replayed:
         WaitsForDevice if the next run may give graphs that can.
         Raises the errors of the work; NotGraphable, in the middle of the work, for a wait that the
-        library does not see before it breaks a capture.
+        library does not see before it breaks a capture, with all memory as before.
         """
         ...
 

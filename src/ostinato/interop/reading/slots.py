@@ -47,6 +47,8 @@ class ChainRun:
     links: ChainBuilder
     random: Any
     """The states of the generators before it."""
+    versions: list[int | None]
+    """The versions of the arrays that are not copied, before it."""
     result: Any = None
     why: NotGraphable | None = None
     """The reason why the graphs cannot be replayed; None if they can."""
@@ -197,11 +199,12 @@ class Maker:
     def run_chain(self, work: ReadCall, kept: HostSnapshot) -> ChainRun:
         """Runs the function once, for real, as a chain of graphs.
 
-        Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, whose
-        effects on the device the caller must undo."""
+        Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, with the
+        memory of the device as before."""
         library = self._subject.library
         prepared = self._prepare(work)
-        made = ChainRun(prepared, ChainBuilder(), library.save_random())
+        versions = [*map(library.version, work.state)]
+        made = ChainRun(prepared, ChainBuilder(), library.save_random(), versions)
         prepared.stage(work.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
 
@@ -258,6 +261,12 @@ class Maker:
         captured = self._captured(line, work, made.prepared, nodes, made.result, undo=False)
         if captured.attached:
             raise NotGraphable(subject.at("a call that waits gives gradients to what it uses"))
+        # Other values of the waits than in the warm-up may lead to other writes.
+        line.state |= {
+            index
+            for index, (old, array) in enumerate(zip(made.versions, work.state, strict=True))
+            if old is None or library.version(array) != old
+        }
         chain = Chain(links.links)
         self._note_saved(line, work, made, chain)
         captured.chain = chain

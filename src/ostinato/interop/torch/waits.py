@@ -127,6 +127,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         """Memory that the run has allocated, by address; kept, so that no other takes its place."""
         self._written: set[int] = set()
         self._unseen = ""
+        self._pending: list[torch.Tensor] = []
+        """Tensors over memory that the capture writes and that was there before the run."""
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Such memory that was written so far, by address, with a copy from before."""
         self.why = ""
         """The reason why the run is no chain; empty if it is."""
 
@@ -134,16 +138,17 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def run(self, work: Callable[[], Any]) -> Any:
         """Runs work in captures.  What it submitted before it raised an error runs too.
 
-        Raises the errors of the work; NotGraphable for one that a capture has caused."""
+        Raises the errors of the work; NotGraphable for one that a capture has caused, with all
+        memory as before."""
         self._start()
         try:
             with self:
                 result = work()
         except Exception as error:
-            if out_of_memory(error):
+            if not self.why and out_of_memory(error):
                 self._drop()
                 raise NoMemory(explained(error)) from error
-            if rules.of_capture(error):
+            if not self.why and rules.of_capture(error):
                 self._drop()
                 raise NotGraphable(explained(error)) from error
             with suppress(Exception):  # the first error counts
@@ -167,12 +172,25 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             self._start()
 
     def _drop(self) -> None:
-        """Ends the capture; nothing of it runs."""
+        """Ends the capture, of which nothing runs, and puts back what the run has written."""
         segment, self._segment = self._segment, None
         if segment is not None:
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
             self._captor.settle("")
+        for whole, before in self._before.values():
+            whole.copy_(before)
+
+    def _keep(self) -> None:
+        """Copies memory that was there before the run, before it is written first."""
+        pending, self._pending = self._pending, []
+        for tensor in pending:
+            if _storage(tensor) not in self._before:
+                storage = tensor.untyped_storage()
+                with torch.inference_mode(False), torch.no_grad():
+                    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                    whole.set_(storage, 0, (storage.nbytes(),), (1,))
+                    self._before[_storage(tensor)] = whole, whole.clone()
 
     def _cut(self) -> None:
         """Ends the capture, and launches its graph; runs its operations if it is broken."""
@@ -181,6 +199,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             return
         try:
             graph = segment.end()
+            self._keep()
             if graph is not None:
                 self._captor.launch(graph)
         except ContextPoisonedError:
@@ -196,6 +215,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._captor.settle(why)
         self._segment = None
         self.why = self.why or why
+        self._keep()
         with _Plain(torch.is_inference_mode_enabled()):
             for func, args, kwargs, results in self._done:
                 new = [each for each in _leaves(func(*args, **kwargs)) if _is_tensor(each)]
@@ -349,6 +369,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                     if not (_is_tensor(leaf) and self._is_there(leaf)):
                         continue
                     if _storage(leaf) not in self._own:
+                        self._pending.append(alias(leaf))
                         self._written.add(_storage(leaf))
 
     # --- waits
@@ -363,6 +384,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         given = _map(alias, (args, kwargs))
         inference = torch.is_inference_mode_enabled()
         self._note_written(func, args, kwargs)
+        self._keep()
         before = (*map(_bytes, self._read_on_host(func, *given)),)
         try:
             try:
