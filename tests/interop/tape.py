@@ -79,6 +79,7 @@ _WAITING = (
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
     torch.ops.aten._linalg_check_errors.default,
     # No tag of torch says that it waits: a chain learns it when it breaks a capture.
     torch.ops.aten._linalg_eigh.default,

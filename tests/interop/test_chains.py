@@ -119,6 +119,23 @@ def test_values_are_compared_bit_for_bit(lib: Lib, make: Make) -> None:
     assert {line.captures for line in step.statistics().keys if "waits" in line.words} == {1}
 
 
+def test_plain_values_in_the_result_are_never_those_of_another_call(lib: Lib, make: Make) -> None:
+    """A replay would return those of the run that built it: what reads the clock, say."""
+    clock = iter(range(100))
+    tick = {"it": clock.__next__}.__getitem__
+
+    def function(x: Array) -> Any:
+        seen = float(x.numpy()[0])
+        return x.line(2.0), seen, tick("it")()
+
+    step = make(function, guard=False)
+    for call in range(12):
+        found, seen, now = step(lib.array([float(call % 2)]))
+        assert (found.numpy()[0], seen) == (2.0 * (call % 2), call % 2)
+        assert now >= call
+    assert "other plain values" in step.explain()
+
+
 def test_values_that_never_repeat_end_the_chains(lib: Lib, make: Make) -> None:
     def function(x: Array) -> Array:
         return x.line(float(x.line(1.0).numpy()[0]))

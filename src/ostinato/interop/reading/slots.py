@@ -175,7 +175,7 @@ class Maker:
             raise NotGraphable(
                 subject.at("the capture is empty: nothing ran on the caller's current stream")
             )
-        captured = self._captured(line, work, prepared, nodes, result, undo=True)
+        captured = self._captured(line, work, prepared, nodes, result, ran=False)
         captured.owner = graph.owner, mover
         captured.moves = moves
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])
@@ -258,7 +258,7 @@ class Maker:
             links.graphs.append(last)
             links.last = last.instantiate()
         nodes = [node for graph in links.graphs for node in graph.nodes()]
-        captured = self._captured(line, work, made.prepared, nodes, made.result, undo=False)
+        captured = self._captured(line, work, made.prepared, nodes, made.result, ran=True)
         if captured.attached:
             raise NotGraphable(subject.at("a call that waits gives gradients to what it uses"))
         # Other values of the waits than in the warm-up may lead to other writes.
@@ -310,12 +310,12 @@ class Maker:
         nodes: Sequence[Node],
         result: Any,
         *,
-        undo: bool,
+        ran: bool,
     ) -> Captured:
         """Makes the record of what was captured; notes in the line which arrays it writes.
 
-        `undo`: whether to take back what the function drew from shared generators.  Raises
-        NotGraphable."""
+        `ran`: whether the function ran for real, and what it drew from shared generators counts.
+        Raises NotGraphable."""
         subject, library, inputs = self._subject, self._subject.library, prepared.inputs
         line.written |= {
             index
@@ -326,7 +326,7 @@ class Maker:
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
-        drew = prepared.drawn(undo)
+        drew = prepared.drawn(not ran)
         changed = subject.changed_state(work) or drew
         if changed:
             raise NotGraphable(
@@ -335,7 +335,10 @@ class Maker:
         tree = self.taken_apart(result, work)
         if isinstance(tree, str):
             raise NotGraphable(subject.at(tree))
-        self._compare_shapes(line, tree, work)
+        if ran:  # values that the host sees may decide shapes
+            self._compare_plain(line, tree)
+        else:
+            self._compare_shapes(line, tree, work)
         attached = zip(prepared.attached, library.attached(work.state), strict=True)
         bound = prepared.bound
         return Captured(
