@@ -679,6 +679,24 @@ def torch_graphed() -> Iterable[str]:
     return _table(heads, ([work, *cells(work)] for work in dict.fromkeys(r["work"] for r in rows)))
 
 
+def torch_waits() -> Iterable[str]:
+    rows = results("torch_waits-nvidia-h200.json")["rows"]
+    heads = ("function", "eager, µs", "`graphed`, µs", "replays, eager runs", "answers")
+    return _table(
+        heads,
+        (
+            [
+                row["work"],
+                f"{row['eager_us']:,.0f}",
+                f"{row['graphed_us']:,.0f}",
+                f"{row['replays']}, {row['eager']}",
+                ", ".join(row["answers"]),
+            ]
+            for row in rows
+        ),
+    )
+
+
 def generate() -> Iterable[str]:
     rows = results("generate-1B-nvidia-h200.json")["rows"]
     ways = {
@@ -808,7 +826,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches_h200,
         rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
         profile_batches_h200,
-        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, generate,
+        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, torch_waits, generate,
         weights, weights_h100, streams, tuning,
     )
 }  # fmt: skip

@@ -107,7 +107,8 @@ class Chain:
         """The number of graphs, and the lines that wait, for tables."""
         lines = dict.fromkeys([place(link.wait.line) for link in self.links if link.wait.line])
         graphs = 1 + sum(link.executable is not None for link in self.links)
-        return f"{graphs} graph{'s' * (graphs > 1)}, waits at {', '.join(lines)}"
+        waits = f", waits at {', '.join(lines)}" if lines else ""
+        return f"{graphs} graph{'s' * (graphs > 1)}{waits}"
 
 
 def place(line: str) -> str:
