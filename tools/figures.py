@@ -826,7 +826,8 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches_h200,
         rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
         profile_batches_h200,
-        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed, torch_waits, generate,
+        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed,
+        torch_waits, generate,
         weights, weights_h100, streams, tuning,
     )
 }  # fmt: skip
