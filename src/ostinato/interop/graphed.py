@@ -446,7 +446,8 @@ class Graphed(Guarded, Closeable):
         except Raised as raised:
             error = raised.error
         else:
-            self._note_build(line, waiting, chain)
+            if work.ran:  # it was no call between two builds that the device had no memory for
+                self._note_build(line, waiting, chain)
             return work.result
         raise error
 
