@@ -44,6 +44,10 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
         setattr(torch.cuda, name, object)
     torch.__dict__["__getattr__"] = lambda name: MagicMock(name=name)
     monkeypatch.setitem(sys.modules, "torch", torch)
+    modes = types.ModuleType("torch.utils._python_dispatch")
+    modes.TorchDispatchMode = object  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils", types.ModuleType("torch.utils"))
+    monkeypatch.setitem(sys.modules, modes.__name__, modes)
     ours = [m for m in sys.modules if m.startswith("ostinato.interop.torch")]
     for module in ours:
         monkeypatch.delitem(sys.modules, module)
