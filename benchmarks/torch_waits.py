@@ -12,6 +12,7 @@ time; `how` is what `graphed` has made of it, with the reason of an eager run.
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 import time
@@ -306,6 +307,11 @@ def _compared(torch: Any, one: Any, other: Any) -> str:
     return "WRONG"
 
 
+def _portable(text: str) -> str:
+    """Returns a text without the folders of this machine."""
+    return re.sub(r"[^\s,;]*/site-packages/", "", text.replace(f"{common.ROOT.parent}/", ""))
+
+
 def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> dict[str, object]:
     """Compares and times one work."""
     from ostinato.interop.torch import graphed
@@ -361,7 +367,7 @@ def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> di
     counts = step.statistics()
     row |= {"captures": counts.captures, "replays": counts.replays, "eager": counts.eager}
     row["how"] = "; ".join(
-        [f"{key.words}: {key.decision} {key.reason}"[:700] for key in counts.keys]
+        [_portable(f"{key.words}: {key.decision} {key.reason}")[:700] for key in counts.keys]
     )
     step.close()
     return row
