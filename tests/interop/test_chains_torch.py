@@ -257,11 +257,8 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, make: Make, whe
             elif kind == "view":
                 y = y.view(2, 2).t().reshape(4)
             elif kind == "eigen":
-                y = (
-                    y
-                    + torch.linalg.eigh(torch.eye(4, device=where) * (number + 1)).eigenvalues
-                    * x.sum()
-                )
+                one = torch.eye(4, device=where) * (number + 1)
+                y = y + torch.linalg.eigh(one).eigenvalues * x.sum()
             elif kind == "equal" and torch.equal(x, y):
                 y = y - 1
             elif kind == "branch":

@@ -287,7 +287,11 @@ class Graphed(Guarded, Closeable):
             self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
         if line.waits is not None and not line.reason:
-            return self._waiting(line, line.waits, given, key)
+            try:
+                return self._waiting(line, line.waits, given, key)
+            except Raised as raised:
+                failed = raised.error
+            raise failed  # here: it has no other context than in an eager call
         work = self._decided(line, given)
         decision, made = work.decision, work.made
         if decision is None:
@@ -365,22 +369,20 @@ class Graphed(Guarded, Closeable):
                 values, where = other.values, other.line
                 self._engine.entered(each)[1].calls -= 1
                 continue
-            except Raised as raised:
-                error = raised.error
-            else:
-                if each is not waiting.chains[0]:
-                    waiting.chains.remove(each)
-                    waiting.chains.insert(0, each)
-                if work.made is not None and not (timed or work.slow):
-                    each.unmatched += 1
-                    if not each.unmatched & (each.unmatched - 1):
-                        self._heat(each, work, key, "")
-                if timed and work.made is not None:
-                    self._library.stream().synchronize()
-                    waiting.chained.append(time.perf_counter() - began)
-                    self._weigh(line, waiting, captured.chain.words)
+            if each is not waiting.chains[0]:
+                waiting.chains.remove(each)
+                waiting.chains.insert(0, each)
+            if work.made is None:
                 return work.result
-            raise error
+            if timed:
+                self._library.stream().synchronize()
+                waiting.chained.append(time.perf_counter() - began)
+                self._weigh(line, waiting, captured.chain.words)
+            elif not work.slow:
+                each.unmatched += 1
+                if not each.unmatched & (each.unmatched - 1):
+                    self._heat(each, work, key, "")
+            return work.result
         return self._new_chain(line, waiting, given, key, where)
 
     def _timed(self, line: Line, waiting: Waiting, given: ReadCall) -> Any:
@@ -437,19 +439,14 @@ class Graphed(Guarded, Closeable):
             return self._decided(line, given, (Reason.NOT_GRAPHABLE, why)).result
         if chain is None:
             chain = Line(f"{self.name} #{next(_numbers)}", words=line.words, parent=line)
-            chain.warmed, chain.shapes, chain.tokens = True, line.shapes, line.tokens
+            chain.warmed, chain.tokens = True, line.tokens
             chain.written, chain.state = set(line.written), set(line.state)
             self._lines[key, chain] = chain
             waiting.chains.insert(0, chain)
-        try:
-            work = self._decided(chain, given)
-        except Raised as raised:
-            error = raised.error
-        else:
-            if work.ran:  # it was no call between two builds that the device had no memory for
-                self._note_build(line, waiting, chain)
-            return work.result
-        raise error
+        work = self._decided(chain, given)
+        if work.ran:  # it was no call between two builds that the device had no memory for
+            self._note_build(line, waiting, chain)
+        return work.result
 
     def _note_build(self, line: Line, waiting: Waiting, chain: Line) -> None:
         """Gives a key up after a build that cannot succeed, or too many that did not."""
@@ -465,16 +462,16 @@ class Graphed(Guarded, Closeable):
         """Runs a call for real, as the chain of its line.  Raises Raised, NotGraphable."""
         line, given, maker = work.call, work.given, self._maker
         kept = self._subject.keep(given)
-        before = _Before(self._library, (), (), random=True)
+        random = self._library.save_random()
         try:
-            run = maker.run_chain(given, kept)
+            run = maker.run_chain(given, kept, random)
         except Raised:
             raise
         except BaseException as error:
-            before.put_back()
+            self._library.restore_random(random)
             self._take_back(kept, given, error)
             raise
-        work.ended = True
+        work.done = True
         try:
             made, captured = maker.chained(line, given, run)
         except BaseException as error:
@@ -784,11 +781,7 @@ class Graphed(Guarded, Closeable):
         after = [*map(library.version, work.leaves)]
         line.written |= {i for i, (a, b) in enumerate(zip(versions, after, strict=True)) if a != b}
         line.written |= self._uncounted(line.written, work.leaves, kept)
-        line.state |= {
-            i
-            for i, (array, before) in enumerate(zip(state, versions_before, strict=True))
-            if before is None or library.version(array) != before
-        }
+        line.state |= self._maker.changed(state, versions_before)
         line.state |= self._uncounted(line.state, state, kept_state)
         if (
             subject.arguments.changed(work, work.tokens)
@@ -1077,8 +1070,7 @@ class _Work(Work):
     """True if the call was more than a replay."""
     ran = False
     """True if the function was run for the call."""
-    ended = False
-    """True if a build has run the whole call."""
+    done = False
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
     _before: _Before | None = None
@@ -1149,10 +1141,6 @@ class _Work(Work):
         return self._why or (decision.detail if told else decision.reason.value)
 
     # --- graphs
-    @property
-    def done(self) -> bool:
-        return self.ended
-
     def build(self) -> GraphExec:
         self.ran = True
         if self.call.parent is not None:

@@ -60,7 +60,7 @@ class ChainLink:
     """A graph and the operation that waits after it."""
 
     executable: GraphExec | None
-    """None if nothing was submitted before the wait."""
+    """The graph's executable; None if nothing was submitted before the wait."""
     wait: Wait
 
 

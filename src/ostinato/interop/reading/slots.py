@@ -119,6 +119,16 @@ class Maker:
         static = [memory for memory, _ in bound.storages]
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
+    def changed(self, arrays: Sequence[Any], versions: Sequence[int | None]) -> set[int]:
+        """Returns the indices of the arrays that were written, or may have been, since they had
+        these versions."""
+        version = self._subject.library.version
+        return {
+            index
+            for index, (array, old) in enumerate(zip(arrays, versions, strict=True))
+            if old is None or version(array) != old
+        }
+
     # --- captures
     def _prepare(self, work: ReadCall) -> _Prepared:
         """Makes the inputs of a graph, and notes what is there before a run on them.  Raises
@@ -196,15 +206,16 @@ class Maker:
         finally:
             kept.end()
 
-    def run_chain(self, work: ReadCall, kept: HostSnapshot) -> ChainRun:
-        """Runs the function once, for real, as a chain of graphs.
+    def run_chain(self, work: ReadCall, kept: HostSnapshot, random: Any) -> ChainRun:
+        """Runs the function once, for real, as a chain of graphs.  `random`: the states of the
+        generators now.
 
         Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, with the
         memory of the device as before."""
         library = self._subject.library
         prepared = self._prepare(work)
         versions = [*map(library.version, work.state)]
-        made = ChainRun(prepared, ChainBuilder(), library.save_random(), versions)
+        made = ChainRun(prepared, ChainBuilder(), random, versions)
         prepared.stage(work.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
 
@@ -226,9 +237,8 @@ class Maker:
     def _give_back(self, made: ChainRun, work: ReadCall) -> None:
         """Copies the inputs that a run has written into the arguments."""
         library, prepared = self._subject.library, made.prepared
-        for leaf, buffer, old in zip(work.leaves, prepared.inputs, prepared.versions, strict=True):
-            if old is None or library.version(buffer) != old:
-                library.copy(leaf, buffer)
+        for index in self.changed(prepared.inputs, prepared.versions):
+            library.copy(work.leaves[index], prepared.inputs[index])
 
     def whole(self, made: ChainRun, work: ReadCall) -> Any:
         """Returns the result of a run of which no chain was made."""
@@ -262,11 +272,7 @@ class Maker:
         if captured.attached:
             raise NotGraphable(subject.at("a call that waits gives gradients to what it uses"))
         # Other values of the waits than in the warm-up may lead to other writes.
-        line.state |= {
-            index
-            for index, (old, array) in enumerate(zip(made.versions, work.state, strict=True))
-            if old is None or library.version(array) != old
-        }
+        line.state |= self.changed(work.state, made.versions)
         chain = Chain(links.links)
         self._note_saved(line, work, made, chain)
         captured.chain = chain
@@ -317,11 +323,7 @@ class Maker:
         `ran`: whether the function ran for real, and what it drew from shared generators counts.
         Raises NotGraphable."""
         subject, library, inputs = self._subject, self._subject.library, prepared.inputs
-        line.written |= {
-            index
-            for index, (old, buffer) in enumerate(zip(prepared.versions, inputs, strict=True))
-            if old is None or library.version(buffer) != old
-        }
+        line.written |= self.changed(inputs, prepared.versions)
         # A replay would not set such an attribute: the gradient of `loss.backward()`, say.
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:

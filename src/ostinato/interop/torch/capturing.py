@@ -130,9 +130,7 @@ class Captures:
                 result = work()
         finally:
             current.wait_stream(side)
-        for leaf in torch.utils._pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                leaf.record_stream(current)
+        hand_over(result, current)
         return result
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
@@ -232,17 +230,25 @@ class Captures:
         nodes = graph.nodes()
         if any(drawing(nodes, self.device.driver.memory_range)) or copies_elsewhere(nodes):
             return None
-        # Adopted, since ostinato cannot read what torch's kernels point at.
-        adopted = Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
+        return _Made(self.adopted(graph, owner), result)
+
+    def adopted(self, graph: Graph, owner: object) -> Graph:
+        """Returns a graph that ostinato captured as an adopted one, since it cannot read what
+        torch's kernels point at.  `owner` keeps the pool."""
         self.owners.add(owner)
-        return _Made(adopted, result)
+        return Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
+
+    def new_graph(self) -> Any:
+        """Makes a graph of torch that knows the generators of the function."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        return graph
 
     def _capture_by_torch(self, work: Callable[[Stream], Any]) -> _Made:
         side, stream = self.beside()
         current = torch.cuda.current_stream(self.index)
-        owner = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in self.generators:
-            owner.register_generator_state(generator)
+        owner = self.new_graph()
         side.wait_stream(current)
         made = _Made()
         beside = torch.cuda.Stream(self.index)
@@ -324,13 +330,18 @@ class Captures:
         """Captures a graph of one small operation into a pool."""
         with torch.cuda.stream(self.beside()[0]):
             nothing = torch.zeros(1, device=f"cuda:{self.index}")
-            owner = torch.cuda.CUDAGraph(keep_graph=True)
-            for generator in self.generators:
-                owner.register_generator_state(generator)
+            owner = self.new_graph()
             owner.capture_begin(pool=pool, capture_error_mode="thread_local")
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+def hand_over(result: Any, stream: Any) -> None:
+    """Tells torch's allocator that a stream uses the tensors of a result from here on."""
+    for leaf in torch.utils._pytree.tree_leaves(result):
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            leaf.record_stream(stream)
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from ostinato.interop.torch.capturing import (
     Kept,
     copies_elsewhere,
     explained,
+    hand_over,
     hidden_capture,
     line_outside_torch,
     one_at_a_time,
@@ -61,7 +62,6 @@ _INDEXING = {
 }
 """Operations whose second argument is a list of indices."""
 _ERRORS = {_aten._linalg_check_errors.default}
-_COPIES = {_aten.copy_.default, _aten._to_copy.default}
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result, or its shape, depends on values."""
 
@@ -305,10 +305,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
             one = len(args) > 2 and args[2].numel() == 1  # it is a masked_fill
             return bool(masks) and not one
-        if func in _COPIES:
-            into = args[0] if func is _aten.copy_.default else None
-            if into is not None:
-                return not (self._is_there(into) and self._is_there(args[1]))
+        if func is _aten.copy_.default:
+            return not (self._is_there(args[0]) and self._is_there(args[1]))
+        if func is _aten._to_copy.default:
             where = kwargs.get("device")
             return where is not None and torch.device(where).type != args[0].device.type
         return func in _ERRORS or not _READING.isdisjoint(func.tags)
@@ -610,9 +609,7 @@ class _Own(_Capture):
             self.abort()
         if copies_elsewhere(graph.nodes()):
             raise NotGraphable("it copies from or to memory of the host")
-        self._captures.owners.add(self._owner)
-        # Adopted, since ostinato cannot read what torch's kernels point at.
-        return Graph.adopt(self._captures.device, int(graph.handle), owner=(graph, self._owner))
+        return self._captures.adopted(graph, self._owner)
 
     def abort(self) -> None:
         self._capture.abort()  # nothing to do if it has ended
@@ -630,9 +627,7 @@ class _ByTorch(_Capture):
 
     def __init__(self, captures: Captures) -> None:
         super().__init__(captures)
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in captures.generators:
-            self._graph.register_generator_state(generator)
+        self._graph = captures.new_graph()
         self._open = ExitStack()
         beside = torch.cuda.Stream(captures.index)
         self._graph.capture_begin(pool=captures.pool, capture_error_mode="thread_local")
@@ -720,9 +715,7 @@ def run_chain(
         elif mode.why:
             why = WaitsForDevice(mode.why)
         if why is not None:
-            for leaf in _leaves(result):
-                if _is_tensor(leaf) and leaf.is_cuda:
-                    leaf.record_stream(current)
+            hand_over(result, current)
         for graph in captor.graphs:
             graph.keep.append(captor.kept)
         return result, why
