@@ -18,10 +18,26 @@ from ostinato.errors import EagerRunError, NotAvailableError
 LIBRARIES = ("torch", "cupy", "numba", "triton", "transformers")
 
 
+@pytest.fixture(autouse=True)
+def modules() -> Iterator[None]:
+    """A test imports `ostinato.interop` anew, and later tests get the modules of before."""
+    package = importlib.import_module("ostinato.interop")
+    attributes = dict(vars(package))
+    before = {name: sys.modules.pop(name) for name in imported()}
+    yield
+    for name in imported():
+        del sys.modules[name]
+    sys.modules.update(before)
+    vars(package).clear()
+    vars(package).update(attributes)
+
+
+def imported() -> list[str]:
+    return [name for name in sys.modules if name.startswith("ostinato.interop.")]
+
+
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [m for m in sys.modules if m.startswith("ostinato.interop.")]:
-        monkeypatch.delitem(sys.modules, module)
     for library in ("torch", "cupy", "numba"):
         monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     with pytest.raises(NotAvailableError, match=r"is not installed .* install"):
@@ -29,7 +45,7 @@ def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def interop(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """`ostinato.interop.torch` over a torch that has nothing but an allocator."""
     torch = types.ModuleType("torch")
     blocks = [
@@ -48,12 +64,7 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     modes.TorchDispatchMode = object  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils", types.ModuleType("torch.utils"))
     monkeypatch.setitem(sys.modules, modes.__name__, modes)
-    ours = [m for m in sys.modules if m.startswith("ostinato.interop.torch")]
-    for module in ours:
-        monkeypatch.delitem(sys.modules, module)
-    yield importlib.import_module("ostinato.interop.torch.adopting")
-    for module in [m for m in sys.modules if m.startswith("ostinato.interop.torch")]:
-        monkeypatch.delitem(sys.modules, module)
+    return importlib.import_module("ostinato.interop.torch.adopting")
 
 
 def held(address: int) -> ost.MemoryRange | None:
@@ -110,12 +121,7 @@ def test_cupy_without_a_gpu_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> Non
     cupy.cuda = types.SimpleNamespace(runtime=runtime, MemoryPool=MagicMock())  # type: ignore[attr-defined]
     cupy.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    ours = [m for m in sys.modules if m.startswith("ostinato.interop.cupy")]
-    for module in ours:
-        monkeypatch.delitem(sys.modules, module)
     graphed = importlib.import_module("ostinato.interop.cupy").graphed
-    for module in [m for m in sys.modules if m.startswith("ostinato.interop.cupy")]:
-        monkeypatch.delitem(sys.modules, module)
 
     @graphed(verify="first")
     def double(x: int) -> int:

@@ -165,11 +165,14 @@ def declared() -> Iterator[tuple[str, str, str]]:
         if not inspect.isclass(value):
             yield from annotated(path, value)
             continue
+        found: set[str] = set()
         for each in value.__mro__:
             if not each.__module__.startswith("ostinato"):
                 continue
             yield from annotated(path, each)
-            for name, member in vars(each).items():
+            own = {name: member for name, member in vars(each).items() if name not in found}
+            found |= own.keys()
+            for name, member in own.items():
                 if isinstance(member, property):
                     member = member.fget
                 generated = getattr(vars(each).get("__dataclass_params__"), "init", False)

@@ -207,6 +207,7 @@ def test_control_c_twice_at_the_empty_prompt_ends(options: tuple[str, ...], tmp_
         terminal.until("> ")
         terminal.send("half")  # drops a message: that was not the second time
         terminal.until("half")
+        terminal.settle()
         terminal.send("\x03")
         terminal.until("> ")
         terminal.send("begun\\\r")
