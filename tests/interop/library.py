@@ -148,11 +148,13 @@ class Chaining:
         other = array.lib.alias(array)  # its shape may be changed in place
         frame = sys._getframe(2)
         found = other.content()
+        place = self.links.place(frame, lambda name, count: () if name == "numpy" else None)
         self.links.waited(
             Wait(
                 f"{frame.f_code.co_filename}:{frame.f_lineno}: ",
                 found.tobytes(),
-                lambda: other.content().tobytes(),
+                lambda: other.content() if place is not None else other.content().tobytes(),
+                place,
                 frozenset(self.written - self.own),
                 self.lib.foreign,
             )
@@ -253,6 +255,9 @@ class Lib:
 
     def offset(self, array: Array, /) -> int:
         return self.address(array) - self.storage(array).address
+
+    def on_host(self, array: Array, /) -> bool:
+        return array.place != "device"
 
     def refusal(self, array: Array, /) -> str:
         if type(array) is not Array:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from ostinato.errors import EagerRunError
+from ostinato.errors import EagerRunError, StateLostError
 from ostinato.interop import graphed as door
 from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.chains import Chain
 from tests.interop.library import Array, Lib
 
 Make = Callable[..., Graphed]
@@ -129,11 +130,11 @@ def test_plain_values_in_the_result_are_never_those_of_another_call(lib: Lib, ma
         return x.line(2.0), seen, tick("it")()
 
     step = make(function, guard=False)
-    for call in range(12):
+    for call in range(16):
         found, seen, now = step(lib.array([float(call % 2)]))
         assert (found.numpy()[0], seen) == (2.0 * (call % 2), call % 2)
         assert now >= call
-    assert "other plain values" in step.explain()
+    assert "plain values that may be other" in step.explain()
 
 
 def test_values_that_never_repeat_end_the_chains(lib: Lib, make: Make) -> None:
@@ -209,7 +210,7 @@ def test_work_that_writes_nobody_knows_what_before_a_wait_is_no_chain(lib: Lib, 
     lib.foreign = "kernel.py:1"
 
     def function(x: Array) -> Array:
-        x.line(1.0).numpy()
+        assert x.line(1.0).numpy()[0] == 3.0
         return x.line(2.0)
 
     step = make(function)
@@ -225,7 +226,7 @@ def test_memory_that_is_hidden_and_written_before_a_wait_is_no_chain(lib: Lib, m
     def function(x: Array) -> Array:
         table: Any = found("it")
         table[0].shift(1.0)
-        x.line(1.0).numpy()
+        assert x.line(1.0).numpy()[0] == 3.0
         return x.line(2.0)
 
     step = make(function, guard=False)
@@ -328,7 +329,7 @@ def test_graphs_that_are_refused_half_way_leave_the_call_to_an_eager_run(
 
     def function(x: Array) -> Array:
         count.shift(1.0)
-        x.numpy()
+        assert x.numpy()[0] == 3.0
         count.shift(1.0)
         return x.line(2.0)
 
@@ -347,6 +348,91 @@ def test_graphs_that_are_refused_half_way_leave_the_call_to_an_eager_run(
                 run.close()
         assert step(lib.array([3.0])).numpy()[0] == 6.0
         assert count.numpy()[0] == 2.0 * (call + 1)
+
+
+def test_values_that_are_only_returned_are_those_of_their_call(lib: Lib, make: Make) -> None:
+    total = lib.array([0.0])
+
+    def function(x: Array) -> Any:
+        lib.notes.append(None)
+        total.shift(1.0)
+        y = x.line(2.0)
+        first = y.numpy()
+        total.shift(1.0)
+        return {"y": y, "first": first, "n": 3}, total.numpy()
+
+    step = make(function)
+    results = []
+    for value in range(24):
+        before = len(lib.notes)
+        results.append(step(lib.array([float(value)])))
+    assert len(lib.notes) == before, "a replay runs no Python"
+    for value, (found, seen) in enumerate(results):
+        assert [*found] == ["y", "first", "n"] and found["n"] == 3
+        assert (found["y"].numpy()[0], found["first"][0]) == (2.0 * value, 2.0 * value)
+        assert seen[0] == 2.0 * (value + 1)
+    assert _key(step).replays > 12
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_check_compares_the_values_that_are_returned(
+    wrong: bool, lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Chain.run
+
+    def other(self: Chain, stream: ost.Stream) -> Any:
+        return [value + wrong for value in run(self, stream)]
+
+    monkeypatch.setattr(Chain, "run", other)
+    step = make(lambda x: (x.line(2.0), x.numpy()), verify=3)
+    for value in range(16):
+        y, seen = step(lib.array([float(value)]))
+        if not wrong:
+            assert (y.numpy()[0], seen[0]) == (2.0 * value, value)
+    assert ("result[1] differs from the eager run" in step.explain()) is wrong
+    assert step.statistics().verified
+
+
+@pytest.mark.parametrize("place", ["middle", "end"])
+@pytest.mark.parametrize("calls", [7, 20])  # by the key; by the short way
+def test_a_graph_that_is_refused_after_others_have_written_ends_it(
+    place: str, calls: int, lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is compared follows, so nothing was kept to be put back."""
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Any:
+        count.shift(1.0)
+        first = x.numpy()
+        count.shift(1.0)
+        return first, x.line(2.0).numpy(), x.line(3.0)
+
+    step = make(function)
+    for _ in range(calls):
+        step(lib.array([3.0]))
+    (line,) = [line for line in step._lines.values() if line.captured()]
+    captured = line.captured()
+    assert captured is not None and captured.chain is not None
+    if place == "middle":
+        executable = captured.chain.links[1].executable
+        assert executable is not None
+        executable.close()
+    else:
+        launch = ost.GraphExec.launch
+
+        def refused(self: ost.GraphExec, *args: Any, **options: Any) -> Any:
+            if self not in [link.executable for link in captured.chain.links]:  # type: ignore[union-attr]
+                raise ost.errors.GraphError("refused")
+            return launch(self, *args, **options)
+
+        monkeypatch.setattr(ost.GraphExec, "launch", refused)
+    for _ in range(2):
+        with pytest.raises(StateLostError, match="cannot be put back"):
+            step(lib.array([3.0]))
+    assert count.numpy()[0] == 2.0 * calls + 1 + (place == "end")
+    monkeypatch.undo()
+    step.forget()
+    assert step(lib.array([3.0]))[2].numpy()[0] == 9.0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -392,8 +478,11 @@ def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make
         steps = program()
         state, theirs = lib.array([0.0]), lib.array([0.0])
 
-        def function(x: Array, steps: Any = steps, state: Array = state) -> Array:
-            return run(steps, x, x.line(1.0), state)
+        def function(x: Array, steps: Any = steps, state: Array = state) -> Any:
+            y = run(steps, x, x.line(1.0), state)
+            if not steps[0][1] % 2:
+                return y
+            return y, state.numpy(), {"y": y.numpy()}
 
         step = make(function)
         for _ in range(24):
@@ -406,7 +495,12 @@ def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make
                 with pytest.raises(Stop):
                     step(x)
             else:
-                assert step(x).numpy()[0] == expected, steps
+                found = step(x)
+                if isinstance(found, tuple):
+                    assert found[1][0] == theirs.numpy()[0], steps
+                    assert found[2]["y"][0] == expected, steps
+                    found = found[0]
+                assert found.numpy()[0] == expected, steps
             assert x.numpy()[0] == other.numpy()[0], steps
             assert state.numpy()[0] == theirs.numpy()[0], steps
         step.close()

@@ -17,6 +17,7 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.interop import graphed as door
+from ostinato.interop.reading.chains import seen
 from tests.processes import child_environment
 
 torch: Any = pytest.importorskip("torch")
@@ -151,6 +152,99 @@ def test_functions_that_wait_are_replayed_and_right(
         assert step.statistics().replays > 5, step.explain()
 
 
+class _Scored(torch.nn.Module):  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        return x * 2, x.sum().item()
+
+
+_scored = _Scored()
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _decorated(x: Any) -> Any:
+    with torch.autocast(x.device.type, enabled=False):
+        y = x.sin()
+        return y, float(y.sum())
+
+
+def _metrics(x: Any) -> Any:
+    loss, right = (x - 1).square().mean(), (x > 2).sum()
+    found = {"loss": loss.item(), "right": int(right), "any": bool((x > 8).any())}
+    return x + loss, found
+
+
+def _last(x: Any) -> Any:
+    total = x.sum().item()
+    y = x.cumsum(0)
+    return [total, y.max().item(), y]
+
+
+def _by_module(x: Any) -> Any:
+    y, score = _scored(x)
+    return score, y + 1
+
+
+def _both(x: Any) -> Any:
+    """One value that is compared, and one that is not."""
+    y = x * (2 if x[0].item() > 5 else 3)
+    return y, y.sum().item()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [_Scored(), _decorated, _metrics, _last, _by_module, _both],
+    ids=lambda f: getattr(f, "__name__", "module"),
+)
+@pytest.mark.parametrize("verify", ["off", 3])
+def test_values_that_are_only_returned_are_those_of_their_call(
+    function: Any, verify: Any, make: Make, where: str
+) -> None:
+    step = make(function, verify=verify)
+    with torch.no_grad():
+        for call in range(24):
+            x = torch.tensor([call % 2 * 9.0, call, 1.5, -call], device=where)
+            found, expected = step(x), function(x)
+            for one, wanted in zip(_leaves(found), _leaves(expected), strict=True):
+                assert type(one) is type(wanted)
+                assert same(one, wanted) if isinstance(one, torch.Tensor) else one == wanted
+    assert step.statistics().replays > 10, step.explain()
+
+
+@pytest.mark.parametrize("sets_to_none", [True, False])
+@pytest.mark.parametrize("form", [0, 1])
+def test_training_steps_that_return_their_loss(
+    form: int, sets_to_none: bool, make: Make, where: str
+) -> None:
+    def trained(graphed: bool) -> tuple[Any, list[Any]]:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+        ).to(where)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+        def train(x: Any, y: Any) -> Any:
+            optimizer.zero_grad(set_to_none=sets_to_none)
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.item() if form else {"loss": loss.item(), "norm": loss.detach().sqrt()}
+
+        step = make(train, gradients="eager") if graphed else train
+        losses = []
+        for call in range(24):
+            generator = torch.Generator().manual_seed(call)
+            x, y = (torch.randn(6, n, generator=generator).to(where) for n in (4, 1))
+            losses.append(step(x, y))
+        if graphed:
+            assert step.statistics().replays > 10, step.explain()
+        state = [*model.state_dict().values(), *[p.grad for p in model.parameters()]]
+        return losses, [each.clone() for each in state]
+
+    ours, theirs = trained(True), trained(False)
+    assert ours[0] == theirs[0]
+    assert all(map(torch.equal, ours[1], theirs[1]))
+
+
 def test_an_unforeseen_wait_runs_once_and_is_learned(make: Make, where: str) -> None:
     total = torch.zeros(4, device=where)
 
@@ -275,7 +369,8 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, make: Make, whe
         state, theirs = (torch.zeros(2, device=where) for _ in range(2))
 
         def function(x: Any, steps: Any = steps, state: Any = state) -> Any:
-            return run(steps, x, x * 1, state)
+            y = run(steps, x, x * 1, state)
+            return y if steps[0][1] % 2 else (y, x.sum().item(), {"y": y.sum().item()})
 
         option = draw.choice([{}, {"results": "static"}, {"verify": 3}])
         step = make(function, **option)
@@ -284,13 +379,16 @@ def test_random_functions_of_torch_are_as_eager_calls(seed: int, make: Make, whe
                 values = draw.choice([[0.0, 1, 2, 3], [1.0, 1, 1, 1], [3.0, 4, 0, -2]])
                 x, other = (torch.tensor(values, device=where) for _ in range(2))
                 try:
-                    expected = run(steps, other, other * 1, theirs)
+                    expected = function(other, state=theirs)
                 except Stop:
                     with pytest.raises(Stop):
                         step(x)
                 else:
                     found = step(x)
-                    assert same(found, expected), steps
+                    pairs = zip(_leaves(found), _leaves(expected), strict=True)
+                    for one, wanted in pairs:
+                        scalars = not isinstance(one, torch.Tensor)
+                        assert seen(one) == seen(wanted) if scalars else same(one, wanted), steps
                 assert torch.equal(x, other), steps
                 assert torch.equal(state, theirs), steps
 
@@ -380,6 +478,24 @@ class TestOnGpu:
             self.run(step, function, lambda: torch.randn(3, device="cuda"), 8)
             held["table"].copy_(torch.tensor([1.0, 3.0, 2.0]))
         assert step.statistics().replays > 4, step.explain()
+
+    @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+    def test_copies_to_the_cpu_that_are_only_returned(self, mode: Any, make: Make) -> None:
+        def function(x: Any) -> Any:
+            y, host = x * 2, x.cpu()
+            pinned = (x + 1).to("cpu", non_blocking=True)
+            return y.tolist(), host, {"a": y.cpu().numpy(), "b": pinned, "c": y[0].item()}
+
+        step, results = make(function), []
+        with mode():
+            for call in range(20):
+                x = torch.tensor([1.0, call], device="cuda")
+                results.append((step(x), function(x)))
+        for found, expected in results:
+            assert found[0] == expected[0] and found[2]["c"] == expected[2]["c"]
+            assert same(found[1], expected[1]) and same(found[2]["b"], expected[2]["b"])
+            assert (found[2]["a"] == expected[2]["a"]).all()
+        assert step.statistics().replays > 8, step.explain()
 
     def test_copies_to_the_cpu_are_compared_whole(self, make: Make) -> None:
         def function(x: Any) -> Any:

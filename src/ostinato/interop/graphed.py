@@ -38,6 +38,7 @@ from ostinato.errors import (
     NotHeldError,
     OstinatoError,
     OutOfMemoryError,
+    StateLostError,
 )
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.chains import Chain, Diverged
@@ -77,7 +78,6 @@ from ostinato.lowlevel import (
     Closeable,
     Counts,
     Engine,
-    NotLaunched,
     Work,
     causes,
     check_runs,
@@ -256,6 +256,9 @@ class Graphed(Guarded, Closeable):
             raise error
         with self._lock:
             self._set_hot()
+            if isinstance(error, StateLostError):
+                self._engine.lose(error)
+                raise error
 
     def _keyed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Makes a call by its key; returns EAGER if the caller must run it."""
@@ -340,7 +343,7 @@ class Graphed(Guarded, Closeable):
         captured, made = work.captured, work.made
         if captured is not None and made is not None:
             if captured.attached or captured.written or captured.tree.given or given.sizes:
-                work.result = self._results(line, captured, given, made)
+                work.result = self._results(line, captured, given, made, work.fresh)
             else:  # its only effect is a result of the copies alone
                 work.result = captured.give(made)
             if not (captured.compared or given.sizes):
@@ -485,7 +488,7 @@ class Graphed(Guarded, Closeable):
             line.words = f"{line.parent.words}: {captured.chain.words}"
         self._attach(captured, line)
         self._compare(line, captured, given)
-        work.result = self._results(line, captured, given, ())
+        work.result = self._results(line, captured, given, (), run.fresh)
         return made
 
     def _key(
@@ -616,8 +619,16 @@ class Graphed(Guarded, Closeable):
             elif poisoned:
                 library.poison(library.rest(into, axis, size), front, axis)
 
-    def _results(self, line: Line, captured: Captured, work: ReadCall, made: Sequence[Any]) -> Any:
-        """Returns the result of a call after its replay.  `made`: outputs that the graph copied."""
+    def _results(
+        self,
+        line: Line,
+        captured: Captured,
+        work: ReadCall,
+        made: Sequence[Any],
+        fresh: Sequence[Any] = (),
+    ) -> Any:
+        """Returns the result of a call after its replay.  `made`: outputs that the graph copied.
+        `fresh`: what the host read in this call for the result (`Chain.run`)."""
         library = self._library
         for each in captured.attached:
             if getattr(each.array, each.name) is not each.after:
@@ -633,7 +644,7 @@ class Graphed(Guarded, Closeable):
             library.copy(work.leaves[index], changed)
         given: Sequence[Any] = ()
         if captured.tree.given:
-            given = self._subject.arguments.static_objects(work)
+            given = [*fresh, *self._subject.arguments.static_objects(work)]
         if not work.sizes:
             return captured.give(made, given)
         outputs = [*captured.outputs]
@@ -811,7 +822,10 @@ class Graphed(Guarded, Closeable):
         tree = self._maker.taken_apart(result, work)
         wrong = tree if isinstance(tree, str) else self._maker.lost(tree, work)
         if isinstance(tree, str) or wrong:
-            self._give_up(line, wrong)
+            if self._maker.reads_back(result, work):
+                line.warmed = True
+            else:
+                self._give_up(line, wrong)
             return result
         self._maker.note_shapes(line, tree, work)
         line.warmed = True
@@ -1068,6 +1082,8 @@ class _Work(Work):
     result: Any = EAGER
     slow = False
     """True if the call was more than a replay."""
+    fresh: Sequence[Any] = ()
+    """The values in the result that the host read in a replay."""
     ran = False
     """True if the function was run for the call."""
     done = False
@@ -1075,6 +1091,8 @@ class _Work(Work):
     """The reason why the call runs eagerly."""
     _before: _Before | None = None
     """The memory to put back if the last graph of a chain is not launched."""
+    _ran: Chain | None = None
+    """The chain whose last graph is to be launched."""
     _built = False
     _learns: Captured | None = None
     _why = ""
@@ -1219,18 +1237,28 @@ class _Work(Work):
         as before the call."""
         library = self.door._library
         self._before = _Before(library, self.given.state, chain.saved, random=chain.draws)
+        self._ran = chain
         try:
-            chain.run(self.stream)
-        except BaseException as error:
+            self.fresh = chain.run(self.stream)
+        except StateLostError as lost:
+            self.door._engine.lose(lost)
+            raise
+        except BaseException:
+            self._ran = None
             self._put_back()
-            if isinstance(error, OstinatoError) and not isinstance(error, ContextPoisonedError):
-                raise NotLaunched(str(error)) from error
             raise
 
     def _put_back(self) -> None:
         before, self._before = self._before, None
         if before is not None:
             before.put_back()
+        chain, self._ran = self._ran, None
+        if chain is not None:  # its last graph was refused
+            try:
+                chain.stop("the last of them")
+            except StateLostError as lost:
+                self.door._engine.lose(lost)
+                raise
 
     def check(self, executable: GraphExec, launch: Callable[[Change], object]) -> CheckReport:
         door, line = self.door, self.call
@@ -1240,7 +1268,7 @@ class _Work(Work):
         def replay(turn: int) -> Any:
             launch(self.bind(poisoned=turn == 2))
             assert self.captured is not None and self.made is not None
-            return door._results(line, self.captured, self.given, self.made)
+            return door._results(line, self.captured, self.given, self.made, self.fresh)
 
         def eager() -> Any:
             self.result = door._function(*self.given.args, **self.given.kwargs)

@@ -173,6 +173,9 @@ class CuPy:
     def offset(self, array: Any, /) -> int:
         return int(array.data.ptr) - int(array.data.mem.ptr)
 
+    def on_host(self, array: Any, /) -> bool:
+        return False
+
     def refusal(self, array: Any, /) -> str:
         kind = type(array)
         if kind is not cupy.ndarray:

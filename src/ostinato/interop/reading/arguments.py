@@ -193,11 +193,13 @@ class Arguments:
         kwargs = {n: v if n in static else visit(v) for n, v in work.kwargs.items()}
         return tuple(args), kwargs
 
-    def tree(self, result: Any, work: ReadCall) -> Tree:
-        """Takes a result apart, except for objects that were given as static arguments.
+    def tree(self, result: Any, work: ReadCall, marks: Sequence[object] = ()) -> Tree:
+        """Takes a result apart, except for these marks, and objects that were given as static
+        arguments, which follow them among what `Tree.build` is given.
 
         Raises Unknown."""
-        return tree_of(result, "result", self._library, self.static_objects(work))
+        given = [*marks, *self.static_objects(work)]
+        return tree_of(result, "result", self._library, given)
 
     def static_objects(self, work: ReadCall) -> list[Any]:
         """Returns the static arguments that are neither arrays nor plain values nor containers."""

@@ -8,7 +8,8 @@ capture begins.  So Python runs once, and sees true values.
 A replay launches the first graph, runs the operation that waited on the same memory, and compares
 what the host would see now with what Python saw.  If that is equal, bit for bit, it goes on with
 the next graph.  Python runs in no replay, so another value ends it (`Diverged`): the memory that
-the graphs have written so far is put back, and the call goes another way from its start.
+the graphs have written so far is put back, and the call goes another way from its start.  A value
+with which Python does nothing but return it (`tails.py`) is not compared: a replay returns its own.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import logging
 import struct
 import sys
 import threading
+import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ostinato import Graph, GraphExec, Stream
-from ostinato.lowlevel import new_lock
+from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
+from ostinato.interop.reading.tails import Gives, ResultPlace
+from ostinato.lowlevel import NotLaunched, new_lock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,14 +38,22 @@ class Wait:
     """The place in the caller's code: "file:line: source"."""
     value: Hashable
     """The value that the host saw when the chain was built, bit for bit (`seen`)."""
-    again: Callable[[], Hashable]
+    again: Callable[[], Any]
     """A function that runs the operation again, on the memory of the chain, and returns what the
     host sees now.  If that is equal to `value`, the results for later graphs are in place."""
+    place: ResultPlace | None = None
+    """The places of the value in the call's result, if nothing else is done with it: then `again`
+    returns the value itself, which is not compared."""
     written: frozenset[int] = frozenset()
     """Addresses of the memory that operations of the call have written so far; without the memory
     that they allocated themselves."""
     unseen: str = ""
     """The line of work so far of which the library does not know what it writes; or empty."""
+
+    @property
+    def compared(self) -> bool:
+        """True if another value than the chain's ends a replay."""
+        return bool(self.line) and self.place is None
 
 
 class Diverged(Exception):
@@ -73,6 +85,9 @@ class ChainParts(Protocol):
     def waited(self, wait: Wait) -> None:
         """Notes an operation that has just waited."""
 
+    def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
+        """Returns the places in the call's result of what a frame is about to get (`ResultPlace.of`)."""
+
 
 @dataclass(slots=True, eq=False)
 class Chain:
@@ -82,20 +97,48 @@ class Chain:
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
     draws: bool = False
-    """True if the call draws random numbers before its last wait."""
+    """True if the call draws random numbers before its last compared wait."""
+    complete: bool = True
+    """True if all memory is as before once these are put back, wherever a replay ends."""
+    places: list[ResultPlace] = field(init=False)
+    """The places in the result of the values that are not compared, in the order of `run`."""
     values: tuple[Hashable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.values = tuple([link.wait.value for link in self.links])
+        waits = [link.wait for link in self.links]
+        self.values = tuple([wait.value if wait.place is None else _RETURNED for wait in waits])
+        self.places = [wait.place for wait in waits if wait.place is not None and wait.place.paths]
 
-    def run(self, stream: Stream) -> None:
-        """Runs everything before the last graph.  Raises Diverged, and the errors of a launch."""
+    def run(self, stream: Stream) -> list[Any]:
+        """Runs everything before the last graph; returns the values for `places`.
+
+        Raises Diverged; NotLaunched, and StateLostError if some memory cannot be put back."""
+        fresh = []
         for index, link in enumerate(self.links):
             if link.executable is not None:
-                link.executable.launch(stream)
-            value = link.wait.again()
-            if value != link.wait.value:
-                raise Diverged((*self.values[:index], value), link.wait.line)
+                try:
+                    link.executable.launch(stream)
+                except ContextPoisonedError:
+                    raise
+                except OstinatoError as error:
+                    if index:
+                        self.stop(error)
+                    raise NotLaunched(str(error)) from error
+            value, place = link.wait.again(), link.wait.place
+            if place is None:
+                if value != link.wait.value:
+                    raise Diverged((*self.values[:index], value), link.wait.line)
+            elif place.paths:
+                fresh.append(place.convert(value))
+        return fresh
+
+    def stop(self, error: object) -> None:
+        """Raises StateLostError if a replay cannot be put back after a graph was refused."""
+        if not self.complete:
+            raise StateLostError(
+                f"a graph of a call was refused after others had run ({error}), and what these "
+                "have written cannot be put back: write that again, then call forget()"
+            )
 
     @property
     def graphs(self) -> list[Graph]:
@@ -105,21 +148,27 @@ class Chain:
     @property
     def words(self) -> str:
         """The number of graphs, and the lines that wait, for tables."""
-        lines = dict.fromkeys([place(link.wait.line) for link in self.links if link.wait.line])
+        lines = dict.fromkeys([position(link.wait.line) for link in self.links if link.wait.line])
         graphs = 1 + sum(link.executable is not None for link in self.links)
         waits = f", waits at {', '.join(lines)}" if lines else ""
         return f"{graphs} graph{'s' * (graphs > 1)}{waits}"
 
 
-def place(line: str) -> str:
+_RETURNED = "returned", "and not compared"
+
+
+def position(line: str) -> str:
     """Returns the file and the number of a line, without its source."""
     return line.partition(": ")[0]
 
 
 class ChainBuilder:
-    """The graphs and waits of a chain that is being built (`ChainParts`)."""
+    """The graphs and waits of a chain that is being built (`ChainParts`).
 
-    def __init__(self) -> None:
+    `caller`: the code that calls the function."""
+
+    def __init__(self, function: Callable[..., Any], caller: types.CodeType) -> None:
+        self._function, self._caller = function, caller
         self.graphs: list[Graph] = []
         self.links: list[ChainLink] = []
         self.last: GraphExec | None = None
@@ -136,6 +185,9 @@ class ChainBuilder:
     def waited(self, wait: Wait) -> None:
         self.links.append(ChainLink(self.last, wait))
         self.last = None
+
+    def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
+        return ResultPlace.of(frame, self._function, self._caller, given)
 
 
 _telling = new_lock()

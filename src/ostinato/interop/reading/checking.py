@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ostinato.errors import NotHeldError
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.moves import NAMES
@@ -28,6 +30,8 @@ class _Content:
     """The result of the run before, taken apart; None if that cannot be done."""
     unknown: str = ""
     """The reason why `tree` is None; empty if it is not."""
+    fresh: Sequence[Any] = ()
+    """The values in the result that are new in each call."""
     leaves: Sequence[Any] = ()
     written: Sequence[Any] = ()
     gradients: Sequence[Any] = ()
@@ -44,6 +48,7 @@ class CallEffects(Memory[_Content]):
         state, attached = work.state, captured.attached
         self._written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
         self._written += [each.after for each in attached if each.before is each.after]
+        self._places = [] if captured.chain is None else captured.chain.places
         self._replaced = [each for each in attached if each.before is not each.after]
 
     def nbytes(self) -> tuple[int, int, int]:
@@ -56,15 +61,22 @@ class CallEffects(Memory[_Content]):
     def read(self, result: Any = None, *, last: bool = False) -> _Content:
         library = self._subject.library
         gradients = [getattr(each.array, each.name) for each in self._replaced]
+        marks, fresh = self._captured.marks, []
         try:
-            tree = self._subject.arguments.tree(result, self._work)
+            for place, mark in zip(self._places, marks, strict=True) if result is not None else ():
+                fresh.append(place.get(result))
+                result = place.put(result, mark)
+            tree = self._subject.arguments.tree(result, self._work, marks)
         except Unknown as error:
             return _Content(None, str(error))
+        except (LookupError, TypeError):
+            return _Content(None, "it has another form than that of the chain")
         if last:
-            return _Content(tree, "", tree.leaves, self._written, gradients)
+            return _Content(tree, "", fresh, tree.leaves, self._written, gradients)
         return _Content(
             tree,
             "",
+            fresh,
             [*map(library.clone, tree.leaves)],
             [*map(library.clone, self._written)],
             [None if gradient is None else library.clone(gradient) for gradient in gradients],
@@ -103,6 +115,10 @@ class CallEffects(Memory[_Content]):
             return "the result has other plain values, or another form, than that of the eager run"
         if len(replayed.leaves) != len(eager.leaves):
             return f"the replay gives {len(replayed.leaves)} arrays, eager {len(eager.leaves)}"
+        for place, one, other in zip(self._places, replayed.fresh, eager.fresh, strict=True):
+            found = self._apart(one, other)
+            if found:
+                return f"result{place} differs from the eager run: {found}"
         for index, path in enumerate(eager.tree.paths):
             found = self._differ(replayed.leaves[index], eager.leaves[index])
             if found:
@@ -122,6 +138,20 @@ class CallEffects(Memory[_Content]):
         if not self._subject.library.same_random(replayed.random):
             return "the generators are in another state after a replay than after an eager run"
         return ""
+
+    def _apart(self, one: Any, other: Any) -> str:
+        """Describes how two values that the host has read differ; empty if they do not."""
+        if self._subject.library.is_array(one):
+            return self._differ(one, other)
+        first, second = np.asarray(one), np.asarray(other)
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return f"{one!r} against {other!r}"
+        relative, absolute = self._subject.options.tolerance or (0.0, 0.0)
+        if first.tobytes() == second.tobytes() or (
+            relative + absolute and np.allclose(first, second, relative, absolute, equal_nan=True)
+        ):
+            return ""
+        return f"{one!r} against {other!r}"
 
     def _differ(self, one: Any, other: Any) -> str:
         return self._subject.library.difference(one, other, self._subject.options.tolerance)

@@ -107,6 +107,10 @@ class Library(WatchingLibrary, Protocol):
         """Returns the position of an array's first element in its memory."""
         ...
 
+    def on_host(self, array: Any, /) -> bool:
+        """True if an array is in the host's memory."""
+        ...
+
     def refusal(self, array: Any, /) -> str:
         """Describes why an array cannot be an argument of a graph; empty if it can."""
         ...

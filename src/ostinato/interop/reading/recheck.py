@@ -19,7 +19,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import MemoryRange, Stream
-from ostinato.interop.reading.chains import Diverged
+from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.interop.reading.chains import Chain, Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import (
     Guards,
@@ -35,7 +36,7 @@ from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import ReadPlace
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
-from ostinato.lowlevel import load_extension
+from ostinato.lowlevel import NotLaunched, load_extension
 
 _extension, _ = load_extension("ostinato.interop.reading._recheck")
 MOST_HOT = 4
@@ -448,18 +449,35 @@ class _Way:
             if self._turns.last is not self._stream:
                 self._turns.take()
             captured.stage(leaves)
+            fresh: list[Any] = []
             if captured.chain is not None:
                 try:
-                    captured.chain.run(self._stream)
-                except Diverged:  # it has nothing to put back
+                    fresh = captured.chain.run(self._stream)
+                except (Diverged, NotLaunched):  # it has nothing to put back
                     return MISSED
-            if not self._cache.replay(self._line.name, self._stream):
+            if not self._replay(captured.chain):
                 return MISSED
             self.count += 1
-            result = captured.give(())
+            result = captured.give((), fresh)
             if began:
                 self._line.times.append((time.perf_counter_ns() - began) / 1e9)
             return result
+
+    def _replay(self, chain: Chain | None) -> bool:
+        """Launches the last graph of a chain, or the only one; returns False if it was evicted."""
+        why: object = "the last one was evicted"
+        try:
+            if self._cache.replay(self._line.name, self._stream):
+                return True
+        except ContextPoisonedError:
+            raise
+        except OstinatoError as error:
+            why = error
+            if chain is None:
+                raise
+        if chain is not None:
+            chain.stop(why)
+        return False
 
 
 class _Eager:
@@ -579,8 +597,10 @@ def recheck(
 ) -> ShortWay | None:
     """Makes the short way of a key that was just replayed, or returns None.  See `checked`."""
     library = subject.library
-    if subject.options.verify != "off" or line.written or captured.tree.given:
+    if subject.options.verify != "off" or line.written:
         return None
+    if any(index >= len(captured.marks) for index in captured.tree.given):
+        return None  # objects among the arguments
     chain = captured.chain
     if chain is not None and (chain.saved or chain.draws):
         return None

@@ -86,6 +86,8 @@ class Captured:
     """The gradients that the function sets or adds to."""
     chain: Chain | None = None
     """The graphs before this one, if the call waits for the device."""
+    marks: list[object] = field(default_factory=list)
+    """Objects that stand for the values of `Chain.places` when results are taken apart."""
     compared: bool = False
     """True if the inputs were compared with the arguments after a replay."""
 
@@ -115,6 +117,9 @@ class Waiting:
     """Seconds of calls that a chain served, likewise."""
     weighed: bool = False
     """True if these were compared."""
+    results: dict[Hashable, list[Hashable]] = field(default_factory=dict)
+    """Tokens of the last result by the values of the waits, if they are not those of the warm-up.
+    A chain is kept if they come again."""
 
 
 @dataclass(slots=True, eq=False)

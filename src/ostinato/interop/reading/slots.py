@@ -16,12 +16,16 @@ from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
 from ostinato.interop.reading.chains import Chain, ChainBuilder, told
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
+from ostinato.interop.reading.tails import ResultPlace
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
+
+_MOST_RESULTS = 64
+"""The number of results of one key whose tokens are kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +54,19 @@ class ChainRun:
     versions: list[int | None]
     """The versions of the arrays that are not copied, before it."""
     result: Any = None
+    fresh: list[Any] = field(default_factory=list)
+    """The values in the result that are new in each call (`Chain.places`)."""
     why: NotGraphable | None = None
     """The reason why the graphs cannot be replayed; None if they can."""
     told: list[str] = field(default_factory=list)
     """The lines on which it printed or logged."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """The mark in a result for a value that is new in each call."""
+
+    place: ResultPlace
 
 
 class Raised(Exception):
@@ -185,7 +198,7 @@ class Maker:
             raise NotGraphable(
                 subject.at("the capture is empty: nothing ran on the caller's current stream")
             )
-        captured = self._captured(line, work, prepared, nodes, result, ran=False)
+        captured = self._captured(line, work, prepared, nodes, result)
         captured.owner = graph.owner, mover
         captured.moves = moves
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])
@@ -212,10 +225,11 @@ class Maker:
 
         Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, with the
         memory of the device as before."""
-        library = self._subject.library
+        subject, library = self._subject, self._subject.library
         prepared = self._prepare(work)
         versions = [*map(library.version, work.state)]
-        made = ChainRun(prepared, ChainBuilder(), random, versions)
+        builder = ChainBuilder(subject.function, Maker._run.__code__)
+        made = ChainRun(prepared, builder, random, versions)
         prepared.stage(work.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
 
@@ -268,24 +282,35 @@ class Maker:
             links.graphs.append(last)
             links.last = last.instantiate()
         nodes = [node for graph in links.graphs for node in graph.nodes()]
-        captured = self._captured(line, work, made.prepared, nodes, made.result, ran=True)
-        if captured.attached:
-            raise NotGraphable(subject.at("a call that waits gives gradients to what it uses"))
+        chain = Chain(links.links)
+        marks: list[object] = [_Mark(place) for place in chain.places]
+        result = made.result
+        for place, mark in zip(chain.places, marks, strict=True):
+            made.fresh.append(place.get(made.result))
+            result = place.put(result, mark)
+        captured = self._captured(line, work, made.prepared, nodes, result, chain, marks)
+        if captured.attached and any(link.wait.compared for link in links.links):
+            raise NotGraphable(
+                subject.at("a call that depends on a value gives gradients to what it uses")
+            )
         # Other values of the waits than in the warm-up may lead to other writes.
         line.state |= self.changed(work.state, made.versions)
-        chain = Chain(links.links)
         self._note_saved(line, work, made, chain)
-        captured.chain = chain
+        captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs]
         links.graphs[-1].owner = captured
         return links.last, captured
 
     def _note_saved(self, line: Line, work: ReadCall, made: ChainRun, chain: Chain) -> None:
-        """Notes which memory a chain writes before its last wait.  Raises NotGraphable if that is
-        not known."""
+        """Notes which memory a chain writes before the last wait that is compared.  Raises
+        NotGraphable if that is not known."""
         library, storage = self._subject.library, self._subject.library.storage
-        waits = [link.wait for link in chain.links if link.wait.line]
+        own = {storage(one).address for one in made.prepared.inputs}
+        state = [storage(array).address for array in work.state]
+        drew, last = not library.same_random(made.random), chain.links[-1].wait
+        waits = [link.wait for link in chain.links if link.wait.compared]
         if not waits:
+            chain.complete = bool(last.line) and not (last.written - own or last.unseen or drew)
             return
         wait = waits[-1]
         if wait.unseen:
@@ -295,8 +320,6 @@ class Maker:
                     f"the call waits at {wait.line} is not known"
                 )
             )
-        own = {storage(one).address for one in made.prepared.inputs}
-        state = [storage(array).address for array in work.state]
         unknown = wait.written - own - {*state}
         if unknown:
             raise NotGraphable(
@@ -306,7 +329,8 @@ class Maker:
                 )
             )
         chain.saved = tuple([i for i, address in enumerate(state) if address in wait.written])
-        chain.draws = not library.same_random(made.random)
+        chain.draws = drew
+        chain.complete = bool(last.line) and not (last.written - own - wait.written or last.unseen)
 
     def _captured(
         self,
@@ -315,12 +339,13 @@ class Maker:
         prepared: _Prepared,
         nodes: Sequence[Node],
         result: Any,
-        *,
-        ran: bool,
+        chain: Chain | None = None,
+        marks: Sequence[object] = (),
     ) -> Captured:
         """Makes the record of what was captured; notes in the line which arrays it writes.
 
-        `ran`: whether the function ran for real, and what it drew from shared generators counts.
+        `chain`: the chain of a function that ran for real, so that what it drew from shared
+        generators counts.  `marks`: objects in the result, in place of other values.
         Raises NotGraphable."""
         subject, library, inputs = self._subject, self._subject.library, prepared.inputs
         line.written |= self.changed(inputs, prepared.versions)
@@ -328,17 +353,17 @@ class Maker:
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
-        drew = prepared.drawn(not ran)
+        drew = prepared.drawn(chain is None)
         changed = subject.changed_state(work) or drew
         if changed:
             raise NotGraphable(
                 subject.at(f"the function changes Python state that it uses ({changed})")
             )
-        tree = self.taken_apart(result, work)
+        tree = self.taken_apart(result, work, marks)
         if isinstance(tree, str):
             raise NotGraphable(subject.at(tree))
-        if ran:  # values that the host sees may decide shapes
-            self._compare_plain(line, tree)
+        if chain is not None:  # values that the host sees may decide shapes
+            self._compare_chained(line, tree, chain)
         else:
             self._compare_shapes(line, tree, work)
         attached = zip(prepared.attached, library.attached(work.state), strict=True)
@@ -374,14 +399,23 @@ class Maker:
         library = self._subject.library
         return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
-    def taken_apart(self, result: Any, work: ReadCall) -> Tree | str:
+    def taken_apart(self, result: Any, work: ReadCall, marks: Sequence[object] = ()) -> Tree | str:
         """Takes the result of a call apart; returns a reason instead if no replay can give it."""
         try:
-            tree = self._subject.arguments.tree(result, work)
+            tree = self._subject.arguments.tree(result, work, marks)
         except Unknown as error:
             return f"the result cannot be built again: {error}"
         wrong = self._subject.refusal(tree.leaves)
         return f"of the result: {wrong}" if wrong else tree
+
+    def reads_back(self, result: Any, work: ReadCall) -> bool:
+        """True if a result holds arrays of the host, which a chain may give anew."""
+        library = self._subject.library
+        try:
+            leaves = self._subject.arguments.tree(result, work).leaves
+        except Unknown as error:
+            return library.chain is not None and isinstance(error.value, np.ndarray)
+        return library.chain is not None and any(map(library.on_host, leaves))
 
     def lost(self, tree: Tree, work: ReadCall) -> str:
         """Describes what a replay's result would lack of an eager result; empty if nothing."""
@@ -451,6 +485,20 @@ class Maker:
                     "it had eagerly, and a replay gives those of the capture"
                 )
             )
+
+    def _compare_chained(self, line: Line, tree: Tree, chain: Chain) -> None:
+        """Raises WaitsForDevice if the tokens of a chain's result are neither those of the eager
+        run nor those of the last run in which the host saw the same values."""
+        assert line.parent is not None and line.parent.waits is not None
+        results = line.parent.waits.results
+        if tree.tokens in (line.tokens, results.get(chain.values)):
+            return
+        if len(results) > _MOST_RESULTS:
+            results.clear()
+        results[chain.values] = tree.tokens
+        raise WaitsForDevice(
+            self._subject.at("the result has plain values that may be other ones in each call")
+        )
 
     def relate(self, line: Line, padded: Tree, work: ReadCall) -> None:
         """Learns from the shapes of the last eager run which axes of the results are dynamic.

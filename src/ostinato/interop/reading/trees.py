@@ -243,7 +243,7 @@ class Tree:
         names: dict[str, Any],
         leaves: list[Any],
         paths: list[str],
-        given: bool,
+        given: frozenset[int],
         tokens: list[Hashable],
     ) -> None:
         self._source, self._names = source, names
@@ -251,7 +251,7 @@ class Tree:
         self.tokens = tokens
         """The tokens of the value: everything but its arrays."""
         self.given = given
-        """True if the value holds objects that `build` must be given anew."""
+        """Indices of the objects in the value that `build` must be given anew."""
         self._build: Callable[..., Any] | None = None
 
     @property
@@ -309,7 +309,7 @@ def tree_of(
             return f"{{{', '.join([f'{named(k)}: {v}' for k, v in zip(value, inner)])}}}"  # noqa: B905
         return f"[{whole}]" if kind is list else f"{named(joiner(value, arrays))}([{whole}])"
 
-    return Tree(visit(value, path, 0), names, leaves, paths, bool(met), tokens)
+    return Tree(visit(value, path, 0), names, leaves, paths, frozenset(met), tokens)
 
 
 _DEEPEST = 32

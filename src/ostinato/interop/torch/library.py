@@ -288,6 +288,9 @@ class Torch:
             return []
         return [piece for piece in found if piece[0].address]
 
+    def on_host(self, tensor: torch.Tensor, /) -> bool:
+        return bool(tensor.device.type == "cpu")
+
     def refusal(self, tensor: torch.Tensor, /) -> str:
         kind = type(tensor)
         if kind not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):

@@ -19,6 +19,7 @@ replay, and compared.
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop import captures as rules
 from ostinato.interop.reading.chains import ChainParts, Wait, raised, seen
 from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
+from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.interop.torch.adopting import adopt_graph
 from ostinato.interop.torch.capturing import (
     NOT_REGISTERED,
@@ -375,6 +377,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: str = "") -> Any:
         """Runs an operation that waits, between two captures.  `failed`: its error in a capture."""
         line = line_outside_torch()
+        place = self._parts.place(_calling(sys._getframe(1)), _given(func))
         self._cut()
         if failed:
             self._captor.settle(failed)
@@ -389,7 +392,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             try:
                 result = func(*args, **kwargs)
             except Exception as error:
-                self._note_wait(line, (before, raised(error)), given, func, inference, [])
+                failed_so = before, raised(error)
+                self._note_wait(line, failed_so, given, func, inference, [], None)
                 raise
             old = {_storage(leaf) for leaf in _leaves(given) if _is_tensor(leaf)}
             results = []
@@ -403,7 +407,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 self._own.setdefault(_storage(leaf), leaf if new else None)
                 results.append(alias(leaf) if new else None)
             value = before, self._value(result)
-            self._note_wait(line, value, given, func, inference, results)
+            self._note_wait(line, value, given, func, inference, results, place)
         finally:
             self._start()
         return result
@@ -416,6 +420,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         func: Any,
         inference: bool,
         results: Sequence[Any],
+        place: ResultPlace | None,
     ) -> None:
         args, kwargs = given
         host = self._read_on_host(func, args, kwargs)
@@ -436,9 +441,22 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                         into.copy_(new[index])
                 return found
 
-        reading = _reader(func, args)
+        def read() -> Any:
+            with _Plain(inference):
+                made = func(*args, **kwargs)
+            if _is_tensor(made) and made.is_pinned():  # the copy may not have waited
+                torch.cuda.current_stream().synchronize()
+            return made
+
+        scalar = func is _aten._local_scalar_dense.default
+        item = args[0].item if scalar else None
+        call: Callable[[], Any] = again
+        if place is not None:
+            call = item or read
+        elif item is not None:
+            call = lambda: ((), (seen(item()),))  # noqa: E731
         written = frozenset(self._written)
-        self._parts.waited(Wait(line, value, reading or again, written, self._unseen))
+        self._parts.waited(Wait(line, value, call, place, written, self._unseen))
 
     def _read_on_host(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Returns the CPU tensors that an operation reads."""
@@ -468,12 +486,39 @@ def _flat(result: Any) -> Sequence[Any]:
     return (result,) if isinstance(result, torch.Tensor | float | None) else _leaves(result)
 
 
-def _reader(func: Any, args: Any) -> Callable[[], Hashable] | None:
-    """Returns a fast function that reads a scalar of the device; None for other operations."""
-    if func is not _aten._local_scalar_dense.default:
+def _calling(frame: types.FrameType) -> types.FrameType:
+    """Returns the frame that has called an operation; torch calls modes by way of its compiler."""
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return frame
+
+
+_BETWEEN = (__name__, "torch._ops", "torch._compile", "torch._dynamo.eval_frame")
+
+
+def _given(func: Any) -> Gives:
+    """Returns which calls give just what an operation that waits returns (`ResultPlace.of`)."""
+
+    def given(called: Any, count: int) -> Sequence[str] | None:
+        if func is _aten._local_scalar_dense.default:
+            if (called == "item" and count == 0) or (called in _NUMBERS and count == 1):
+                return () if isinstance(called, str) else _NUMBERS[called]
+        elif func is _aten._to_copy.default:
+            if called in ("cpu", "to"):
+                return ()
+            if (called == "tolist" and count == 0) or called == "numpy":
+                return (called,)
         return None
-    item = args[0].item
-    return lambda: ((), (seen(item()),))
+
+    return given
+
+
+_NUMBERS: dict[Any, tuple[str]] = {
+    bool: ("__bool__",),
+    int: ("__int__",),
+    float: ("__float__",),
+}
+"""Methods that do what calls of these types do with numbers."""
 
 
 class _Plain:
