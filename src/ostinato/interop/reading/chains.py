@@ -86,7 +86,7 @@ class ChainParts(Protocol):
         """Notes an operation that has just waited."""
 
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
-        """Returns the places in the call's result of what a frame is about to get (`ResultPlace.of`)."""
+        """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
 
 
 @dataclass(slots=True, eq=False)

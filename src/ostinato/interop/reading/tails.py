@@ -4,10 +4,10 @@
 chain need not compare such a value, and each of its replays returns a fresh one.
 
 The proof reads the bytecode of the frames that run, from the call that has given the value to the
-end of the function (`ResultPlace.of`).  It follows the value through local variables, tuples, lists,
-dicts and returns, along every branch.  Whatever else is done with it (arithmetic, a comparison, a
-call, an attribute) ends the proof, as does bytecode that is not known here: the value is compared
-then.  Exceptions need no proof: which ones are raised depends on what is compared.
+end of the function (`ResultPlace.of`).  It follows the value through local variables, tuples,
+lists, dicts and returns, along every branch.  Whatever else is done with it (arithmetic, a
+comparison, a call, an attribute) ends the proof, as does bytecode that is not known here: the value
+is compared then.  Exceptions need no proof: which ones are raised depends on what is compared.
 """
 
 from __future__ import annotations
