@@ -1,4 +1,4 @@
-"""`accelerate` on the host driver: a transformers Llama in float32 on the CPU, with the model's own
+"""`accelerate` on the host driver: models of transformers in float32 on the CPU, with their own
 `generate` as the reference."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import re
+import sys
 import threading
 import warnings
 import weakref
@@ -39,8 +40,19 @@ ROPE = {
 }
 
 
-def llama(seed: int = 3, **values: Any) -> Any:
-    """A small model whose next token depends on all tokens before."""
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+# Windows are shorter than most prompts and answers here.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 6},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "Qwen3": {"head_dim": 8},
+}
+every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
+
+
+def tiny(family: str = "Llama", seed: int = 3, **values: Any) -> Any:
+    """A small model whose next token depends on all tokens before, or on those in its windows."""
     settings = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -53,20 +65,29 @@ def llama(seed: int = 3, **values: Any) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
         "initializer_range": 0.2,
+        **FAMILIES[family],
         **values,
     }
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            if "bias" in name:
+                parameter.normal_(0, 0.5)
     return model
+
+
+def family_of(model: Any) -> str:
+    return type(model).__name__.removesuffix("ForCausalLM")
 
 
 PROMPT = [[5, 99, 130, 2, 7]]
 BATCH = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60], [0, 0, 0, 0, 44]]
 MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
+GAPS = [[0, 1, 0, 0, 1], [1, 1, 0, 0, 1], [1, 0, 1, 0, 1]]
 
 
 def ids(rows: list[list[int]] = PROMPT, dtype: Any = torch.long) -> Any:
@@ -74,8 +95,9 @@ def ids(rows: list[list[int]] = PROMPT, dtype: Any = torch.long) -> Any:
 
 
 @pytest.fixture
-def model() -> Any:
-    return llama()
+def model(request: pytest.FixtureRequest) -> Any:
+    """A Llama, if the test names no family."""
+    return tiny(getattr(request, "param", "Llama"))
 
 
 @pytest.fixture
@@ -106,17 +128,23 @@ def reasons(handle: Accelerated) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("family", "values"),
     [
-        {},
-        {"tie_word_embeddings": True},
-        {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3},
-        {"rope_parameters": ROPE},
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Llama", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
+        ("Llama", {"rope_parameters": ROPE}),
+        ("Mistral", {"head_dim": 8}),
+        ("Mistral", {"sliding_window": None}),
+        ("Qwen2", {"layer_types": SLIDING}),
+        ("Qwen2", {"use_sliding_window": False, "head_dim": 32, "tie_word_embeddings": True}),
+        ("Qwen3", {"rope_parameters": ROPE, "rms_norm_eps": 1e-3, "head_dim": 32}),
+        ("Qwen3", FAMILIES["Qwen2"]),
     ],
-    ids=["plain", "tied", "wide heads", "llama3"],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
-def test_logits_and_tokens_are_those_of_transformers(values: dict[str, Any]) -> None:
-    model = llama(**values)
+def test_logits_and_tokens_are_those_of_transformers(family: str, values: dict[str, Any]) -> None:
+    model = tiny(family, **values)
     with accelerate(model) as handle:
         found = same(model, ids(), max_new_tokens=60, do_sample=False)
         assert found.shape == (1, 65) and len(set(found[0, 5:].tolist())) > 5
@@ -130,14 +158,16 @@ def test_logits_and_tokens_are_those_of_transformers(values: dict[str, Any]) -> 
 def test_frequencies_that_were_rounded_are_taken_as_they_are() -> None:
     """`model.to(bfloat16)` rounds those of the rope too; they are what the model then computes
     with."""
-    model = llama(rope_parameters=ROPE).to(torch.bfloat16).to(torch.float32)
+    model = tiny(rope_parameters=ROPE).to(torch.bfloat16).to(torch.float32)
     with accelerate(model) as handle:
         same(model, ids(), max_new_tokens=100, do_sample=False)
         assert not reasons(handle)
 
 
+@every_family
 def test_batches_are_padded_as_transformers_pads(model: Any, accelerated: Accelerated) -> None:
-    """Left padding by mask, and by the pad token alone; ends at different steps."""
+    """Left padding by mask, and by the pad token alone; ends at different steps.  A window counts
+    padding between tokens too, unless it is longer than all of it."""
     free = plain(model, ids(BATCH), attention_mask=ids(MASK), max_new_tokens=12)
     ends = [int(free[0, 8]), int(free[2, 10])]
     for options in (
@@ -147,13 +177,16 @@ def test_batches_are_padded_as_transformers_pads(model: Any, accelerated: Accele
         {"pad_token_id": 0, "eos_token_id": ends},
         {"pad_token_id": 0},
         {"pad_token_id": 31},  # which is in the middle of a prompt, and so left out
-        {"attention_mask": ids([[0, 1, 0, 0, 1], [1, 1, 0, 0, 1], [1, 0, 1, 0, 1]])},
+        {"attention_mask": ids(GAPS)},
         {},
     ):
         same(model, ids(BATCH), max_new_tokens=12, **options)
     short = same(model, ids(BATCH), attention_mask=ids(MASK), max_new_tokens=30, eos_token_id=ends)
     assert (short == ends[0]).any(), "nothing ended"
-    assert not reasons(accelerated)
+    same(model, ids(BATCH), attention_mask=ids(GAPS), max_new_tokens=1)
+    between = {"padding between tokens of a model with sliding windows": 2}
+    windowed = any(accelerated.config.windows)
+    assert accelerated.statistics().passed_on == (between if windowed else {})
 
 
 def test_every_way_to_say_how_long(model: Any, accelerated: Accelerated) -> None:
@@ -241,6 +274,7 @@ def test_sampling_draws_what_transformers_draws(model: Any, accelerated: Acceler
     assert not reasons(accelerated)
 
 
+@every_family
 def test_seeds_come_from_torch(model: Any, accelerated: Accelerated) -> None:
     options = {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3}
     torch.manual_seed(1)
@@ -287,8 +321,11 @@ def test_what_is_not_covered_goes_to_transformers(model: Any, accelerated: Accel
     assert accelerated.statistics().accelerated == 1
 
 
-def test_more_rows_and_positions_get_a_larger_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama()
+@pytest.mark.parametrize(("family", "values"), [("Llama", {}), ("Mistral", {"sliding_window": 20})])
+def test_more_rows_and_positions_get_a_larger_decoder(
+    family: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family, **values)
     with accelerate(model, sequences=1, max_context=16) as handle:
         same(model, ids(), max_new_tokens=8)
         assert handle.statistics().decoders == 1
@@ -312,6 +349,7 @@ def test_more_rows_and_positions_get_a_larger_decoder(monkeypatch: pytest.Monkey
         assert handle.statistics().accelerated == 5
 
 
+@every_family
 def test_weights_changed_in_place_count(model: Any, accelerated: Accelerated) -> None:
     before = same(model, ids(), max_new_tokens=20)
     with torch.no_grad():
@@ -320,7 +358,15 @@ def test_weights_changed_in_place_count(model: Any, accelerated: Accelerated) ->
         model.model.layers[0].input_layernorm.weight.data.add_(0.5)
         model.lm_head.weight[7] *= 2
     assert same(model, ids(), max_new_tokens=20).tolist() != before.tolist()
-    other = llama(seed=4)
+    before = same(model, ids(), max_new_tokens=20)
+    for name, parameter in model.model.layers[1].named_parameters():
+        if parameter.ndim == 1:  # norms and biases: those that are copied
+            with torch.no_grad():
+                parameter.mul_(-2)
+            after = same(model, ids(), max_new_tokens=20)
+            assert after.tolist() != before.tolist(), name
+            before = after
+    other = tiny(family_of(model), seed=4)
     model.load_state_dict(other.state_dict())
     same(model, ids(), max_new_tokens=20)
     assert not reasons(accelerated)
@@ -336,7 +382,7 @@ def move_data(model: Any) -> None:
 
 
 def assign(model: Any) -> None:
-    model.load_state_dict(llama(seed=4).state_dict(), assign=True)
+    model.load_state_dict(tiny(seed=4).state_dict(), assign=True)
 
 
 def widen(model: Any) -> None:
@@ -394,20 +440,105 @@ def rope_scale(model: Any) -> None:
     model.model.rotary_emb.attention_scaling = 2.0
 
 
+def rope_type(model: Any) -> None:
+    model.model.rotary_emb.rope_type = "dynamic"
+
+
+def rope_parameters(model: Any) -> None:
+    model.config.rope_parameters["rope_theta"] = 500.0
+
+
+def fewer_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 2
+
+
+def other_attention(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def other_config(model: Any) -> None:
+    model.config = copy.deepcopy(model.config)
+
+
+def other_window(model: Any) -> None:
+    model.config.sliding_window = 3
+
+
+def more_windows(model: Any) -> None:
+    model.config.layer_types[0] = "sliding_attention"
+
+
+def no_bias(model: Any) -> None:
+    model.model.layers[1].self_attn.k_proj.bias = None
+
+
+def replace_bias(model: Any) -> None:
+    model.model.layers[1].self_attn.v_proj.bias = torch.nn.Parameter(torch.randn(32))
+
+
+def replace_head_norm(model: Any) -> None:
+    model.model.layers[1].self_attn.k_norm.weight = torch.nn.Parameter(torch.randn(8))
+
+
+def head_epsilon(model: Any) -> None:
+    model.model.layers[1].self_attn.q_norm.variance_epsilon = 100.0
+
+
+def output_bias(model: Any) -> None:
+    model.model.layers[1].self_attn.o_proj.bias = torch.nn.Parameter(torch.randn(64))
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("model", "change", "refused"),
     [
-        *(replace_parameter, move_data, assign, widen, wrap, hook, patch, parametrise),
-        *(add_bias, other_class, epsilon, scaling, turns, other_turns, rope_scale),
+        ("Llama", replace_parameter, None),
+        ("Llama", move_data, None),
+        ("Llama", assign, None),
+        ("Llama", widen, None),
+        ("Llama", wrap, "Sequential in place of a Linear"),
+        ("Llama", hook, "a hook on a LlamaDecoderLayer"),
+        ("Llama", patch, "a forward of its own"),
+        ("Llama", parametrise, "ParametrizedLinear"),
+        ("Llama", add_bias, "a bias"),
+        ("Llama", other_class, "Negated in place of transformers' LlamaRMSNorm"),
+        ("Llama", epsilon, "epsilon"),
+        ("Llama", scaling, "scale of the attention"),
+        ("Llama", turns, "turns otherwise"),
+        ("Llama", other_turns, "turns otherwise"),
+        ("Llama", rope_scale, "scaled attention"),
+        ("Llama", rope_type, "its rope is dynamic, and default in its config"),
+        ("Llama", rope_parameters, "turns otherwise"),
+        ("Llama", fewer_layers, "it has 3 layers"),
+        ("Llama", other_attention, None),
+        ("Llama", other_config, "a LlamaModel with a config of its own"),
+        ("Mistral", other_window, None),
+        ("Qwen2", other_window, "a layer with a window of 6, which is 3 in its config"),
+        ("Qwen2", more_windows, "a layer with a window of 0, which is 6 in its config"),
+        ("Qwen2", no_bias, "without a bias"),
+        ("Qwen2", replace_bias, None),
+        ("Qwen2", output_bias, "a bias that its family does not have"),
+        ("Qwen3", replace_head_norm, None),
+        ("Qwen3", head_epsilon, "epsilon"),
     ],
-    ids=lambda change: change.__name__,
+    indirect=["model"],
+    ids=lambda part: getattr(part, "__name__", None),
 )
-def test_a_model_that_is_not_what_it_was_is_transformers(model: Any, change: Any) -> None:
+def test_a_model_that_is_not_what_it_was_is_transformers(
+    model: Any, change: Any, refused: str | None
+) -> None:
+    """Accelerated again, it is computed as it is now, or refused."""
     with accelerate(model) as handle:
         same(model, ids(), max_new_tokens=6)
         change(model)
         same(model, ids(), max_new_tokens=6)
         assert handle.statistics().accelerated == 1 and len(reasons(handle)) == 1
+    if refused is not None:
+        with pytest.raises(UnsupportedModelError, match=refused):
+            accelerate(model)
+        return
+    with accelerate(model) as handle:
+        same(model, ids(), max_new_tokens=9)
+        assert not reasons(handle)
 
 
 def test_another_forward_of_a_class_is_transformers(
@@ -420,7 +551,7 @@ def test_another_forward_of_a_class_is_transformers(
 
 
 def test_dropout_in_training_is_transformers() -> None:
-    model = llama(attention_dropout=0.5)
+    model = tiny(attention_dropout=0.5)
     with accelerate(model) as handle:
         model.generate(ids(), max_new_tokens=3)
         model.train()
@@ -428,10 +559,14 @@ def test_dropout_in_training_is_transformers() -> None:
         assert reasons(handle) == ["training with dropout"]
 
 
-def test_hooks_that_transformers_leaves_behind_do_no_harm(
-    model: Any, accelerated: Accelerated
+def test_what_transformers_and_its_users_leave_behind_does_no_harm(
+    model: Any, accelerated: Accelerated, tmp_path: Path
 ) -> None:
+    """Hooks, and values of the config that the logits do not depend on."""
     model(ids(), output_hidden_states=True, output_attentions=True)
+    model.save_pretrained(tmp_path)
+    model.config.use_cache = False
+    model.config.pad_token_id = 3
     same(model, ids(), max_new_tokens=3)
     assert not reasons(accelerated)
 
@@ -456,6 +591,7 @@ def test_copies_of_the_model_have_their_own_generate(
     assert loaded.generate(ids(), max_new_tokens=9).equal(plain(model, ids(), max_new_tokens=9))
 
 
+@every_family
 def test_parameters_keep_working(model: Any) -> None:
     """The same objects, with gradients, before and after closing."""
     before = dict(model.named_parameters())
@@ -503,41 +639,49 @@ def test_a_failure_leaves_the_model_as_it_was(model: Any) -> None:
     same(model, ids(), max_new_tokens=4)
 
 
+@every_family
 def test_another_computation_is_noticed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that the classes do not show: here, the attention of all Llamas."""
-    modeling = transformers.models.llama.modeling_llama
-    monkeypatch.setattr(modeling, "rotate_half", lambda x: x)
+    """One that the classes do not show: here, the attention of the whole family."""
+    monkeypatch.setattr(sys.modules[type(model).__module__], "rotate_half", lambda x: x)
     with pytest.raises(UnsupportedModelError, match="logits differ"):
         accelerate(model)
     assert "generate" not in vars(model)
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("family", "values", "reason"),
     [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope"),
+        ("Llama", {"attention_bias": True}, "attention_bias"),
+        ("Llama", {"mlp_bias": True}, "mlp_bias"),
+        ("Llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "rope"),
+        # Its attention has no window, and the cache of `generate` has one.
+        ("Llama", {"sliding_window": 8}, "a DynamicSlidingWindowLayer of 8: remove sliding"),
+        ("Llama", {"attention_chunk_size": 8}, "attention_chunk_size"),
+        ("Mistral", {"layer_types": ["full_attention"] * 3}, "layer_types"),
+        ("Mistral", {"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope"),
+        ("Qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "layer_types"),
+        ("Qwen2", {"rope_parameters": {**ROPE, "rope_type": "linear"}}, "rope"),
+        ("Qwen3", {"attention_bias": True}, "attention_bias"),
     ],
 )
-def test_other_llamas_are_refused(values: dict[str, Any], reason: str) -> None:
+def test_others_of_a_family_are_refused(family: str, values: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
-        accelerate(llama(**values))
+        accelerate(tiny(family, **values))
 
 
 def test_other_models_are_refused(model: Any) -> None:
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)
-    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+    with pytest.raises(UnsupportedModelError, match="supported: llama, mistral, qwen2, qwen3"):
         accelerate(transformers.GPT2LMHeadModel(config))
     with pytest.raises(UnsupportedModelError, match="float16"):
-        accelerate(llama().to(torch.float16))
-    mixed = llama()
+        accelerate(tiny().to(torch.float16))
+    mixed = tiny()
     mixed.model.norm.to(torch.float64)
     with pytest.raises(UnsupportedModelError, match="float64"):
         accelerate(mixed)
     model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    accelerate(llama()).close()
+    accelerate(tiny()).close()
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(
         model.model.layers[0].mlp.up_proj.weight.data
     )
@@ -601,9 +745,9 @@ def storages() -> dict[int, int]:
     return found
 
 
-def test_nothing_is_kept_but_norms() -> None:
+def test_nothing_is_kept_but_norms_and_biases() -> None:
     """Without the collector of cycles: on a GPU, what waits for it is memory that is missed."""
-    model = llama(hidden_size=128, intermediate_size=1024)
+    model = tiny("Qwen2", hidden_size=128, intermediate_size=1024)
     prompt = ids()
     model(prompt)
     gc.collect()
@@ -612,7 +756,7 @@ def test_nothing_is_kept_but_norms() -> None:
         before = sum(storages().values())
         with accelerate(model) as handle:
             copied = handle.statistics().copied_bytes
-            assert copied == 7 * 128 * 4
+            assert copied == (7 * 128 + 3 * (128 + 2 * 64)) * 4
             for _ in range(2):
                 model.generate(prompt, max_new_tokens=5)
                 model.generate(prompt, max_new_tokens=5, num_beams=2)
@@ -632,7 +776,7 @@ def test_everything_ends_with_its_last_user() -> None:
     """No cycle through a model, accelerated or not any more, keeps it."""
     gc.disable()
     try:
-        model = llama()
+        model = tiny()
         handle = accelerate(model)
         model.generate(ids(), max_new_tokens=3)
         parts = [weakref.ref(one) for one in (model, handle, handle.decoder, model.lm_head.weight)]
@@ -641,7 +785,7 @@ def test_everything_ends_with_its_last_user() -> None:
         assert "LlamaForCausalLM" in repr(handle) and handle.statistics().tokens == 3
         del handle
         assert [one() for one in parts] == [None] * 4
-        model = llama()
+        model = tiny()
         with accelerate(model):
             kept = model.generate
             kept(ids(), max_new_tokens=3)
@@ -657,7 +801,7 @@ def test_everything_ends_with_its_last_user() -> None:
 @pytest.mark.parametrize("when", ["made", "called"])
 def test_torchs_modes(when: str) -> None:
     """The decoder computes as ever; autocast would only round."""
-    model = llama()
+    model = tiny()
     wanted = plain(model, ids(), max_new_tokens=9).tolist()
     modes = (
         torch.inference_mode,
@@ -684,7 +828,7 @@ def test_torchs_modes(when: str) -> None:
 def test_parameters_made_in_inference_mode_are_refused() -> None:
     """Their data cannot be moved: torch counts no versions of it."""
     with torch.inference_mode():
-        model = llama()
+        model = tiny()
         wanted = model.generate(ids(), max_new_tokens=4)
         with pytest.raises(UnsupportedModelError, match="inference_mode"):
             accelerate(model)
@@ -699,7 +843,7 @@ def test_a_failure_while_weights_are_fused_leaves_them_in_torchs_memory(
 
     wanted = plain(model, ids(), max_new_tokens=4)
     owned = {p.data_ptr() for p in model.parameters()}
-    monkeypatch.setattr("ostinato.interop.transformers.llama.adopt_weights", fail)
+    monkeypatch.setattr("ostinato.interop.transformers.families.adopt_weights", fail)
     with pytest.raises(MemoryError):
         accelerate(model)
     monkeypatch.undo()

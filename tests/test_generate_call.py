@@ -187,5 +187,8 @@ def test_what_a_mask_leaves_out_is_taken_out() -> None:
     ):
         with pytest.raises(NotCovered, match=reason):
             prompts(ids, mask, history=history)
+    assert prompts(ids, [[0, 0, 1], [1, 1, 1]], history=False, windowed=True) == [[5], [7, 8, 9]]
+    with pytest.raises(NotCovered, match="between tokens"):
+        prompts(ids, [[0, 0, 1], [1, 0, 1]], history=False, windowed=True)
     with pytest.raises(NotCovered, match="empty"):
         prompts([[]], None, history=False)

@@ -166,14 +166,19 @@ def _sampling(processors: Iterable[Any], draws: bool) -> SamplingOptions:
 
 
 def prompts(
-    ids: Sequence[Sequence[int]], mask: Sequence[Sequence[float]] | None, *, history: bool
+    ids: Sequence[Sequence[int]],
+    mask: Sequence[Sequence[float]] | None,
+    *,
+    history: bool,
+    windowed: bool = False,
 ) -> list[list[int]]:
     """Returns the tokens of each row that its mask keeps: those that are not padding.
 
     transformers counts positions over the tokens that are kept, and no token attends to the others,
     so it computes with these alone.  The last token must be kept, since the first new token is
     computed from it.  `history`: the choice of a token depends on earlier ones, of which
-    transformers includes the masked ones.  Raises NotCovered.
+    transformers includes the masked ones.  `windowed`: a token may be too far behind another to be
+    attended to, and transformers counts the masked ones between them.  Raises NotCovered.
     """
     if not ids or not ids[0]:
         raise NotCovered("an empty prompt")
@@ -189,6 +194,8 @@ def prompts(
             raise NotCovered("an attention_mask that leaves out a prompt's last token")
         if history and not all(kept):
             raise NotCovered("a repetition penalty with padding, which transformers penalises too")
+        if windowed and not all(kept[list(kept).index(1) :]):
+            raise NotCovered("padding between tokens of a model with sliding windows")
         found.append([token for token, value in zip(row, kept, strict=True) if value])
     return found
 

@@ -1,4 +1,5 @@
-"""transformers: `model.generate` with graphed steps, or, for a Llama, with ostinato's own decoder.
+"""transformers: `model.generate` with graphed steps, or, for Llama, Mistral, Qwen2 and Qwen3, by
+ostinato's own decoder.
 
 from ostinato.interop.transformers import accelerate, graph_generate
 
@@ -17,7 +18,7 @@ from ostinato.errors import NotAvailableError
 
 try:
     import torch  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
+    from transformers.cache_utils import DynamicSlidingWindowLayer  # noqa: F401
 except ImportError as error:
     raise NotAvailableError(
         f"transformers or PyTorch is not installed ({error}); install both"

@@ -1,5 +1,4 @@
-"""`accelerate`: `generate` of a Llama in transformers by ostinato's decoder, on the model's
-weights."""
+"""`accelerate`: `generate` of a model of transformers by ostinato's decoder, on its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from ostinato.interop.generate_call import (
     prompts,
     wanted,
 )
-from ostinato.interop.transformers.llama import OwnWeights, config_of, drops_out
+from ostinato.interop.transformers.families import OwnWeights, config_of, drops_out
 from ostinato.interop.transformers.methods import Method, hooked
 from ostinato.lowlevel import Closeable, new_lock
 from ostinato.models import Decoder, DecoderStatistics, Weights
@@ -44,9 +43,9 @@ class AcceleratedStatistics:
     transformers ran, by reason.  `tokens`: chosen by the decoder.  `decoders`: the number of
     decoders made; more sequences or positions need another one.  `weight_bytes`: all weights that
     the decoder reads.  `shared_bytes`: of these, the fused ones, of which parameters of the model
-    are views.  `copied_bytes`: those that exist twice (norms, which the kernels read as float32).
-    `peak_extra_bytes`: the most that existed twice while weights were fused.  `plan_bytes`: KV
-    cache and working memory.  `decoder`: None when closed.
+    are views.  `copied_bytes`: those that exist twice (norms and biases, which the kernels read as
+    float32).  `peak_extra_bytes`: the most that existed twice while weights were fused.
+    `plan_bytes`: KV cache and working memory.  `decoder`: None when closed.
     """
 
     calls: int
@@ -84,10 +83,12 @@ def accelerate(
     """Makes ostinato's decoder run `model.generate`, on the model's own weights, until the result
     is closed.
 
-    `model`: a `LlamaForCausalLM` in bfloat16, whole on one CUDA device (or in float32 on the CPU,
-    where NumPy decodes it: to try things, not for speed).  Its parameters stay the same objects;
-    the data of those that the kernels read fused (queries, keys and values; gate and up) is moved,
-    one layer after the other, and they become views of it.  Norms are copied at each call.
+    `model`: a `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` or `Qwen3ForCausalLM`
+    in bfloat16, whole on one CUDA device (or in float32 on the CPU, where NumPy decodes it: to try
+    things, not for speed).  Its config means what a config.json of these values means to the
+    decoder.  Its parameters stay the same objects; the data of those that the kernels read fused
+    (queries, keys and values; gate and up) is moved, one layer after the other, and they become
+    views of it.  Norms and biases are copied at each call.
 
     `device`: an ostinato device; one is opened if None.  `sequences`, `max_context`: the room of
     the first decoder; a call that needs more gets a larger decoder, up to the positions that the
@@ -103,9 +104,9 @@ def accelerate(
     so `torch.manual_seed` makes calls repeatable.
 
     Weights that are changed in place count from the next call on.  If parameters, buffers or
-    modules are replaced, buffers, classes or numbers of modules changed, or hooks or biases added,
-    transformers runs the calls: close and accelerate again.  Calls wait for each other, and for the
-    present work of the caller's current stream.
+    modules are replaced, buffers, classes or numbers of modules or values of the config changed, or
+    hooks or biases added, transformers runs the calls: close and accelerate again.  Calls wait for
+    each other, and for the present work of the caller's current stream.
 
     Raises UnsupportedModelError for another model, and if the logits after a prompt that is tried
     here are not transformers' (within what bfloat16 explains); InputError if the model is
@@ -128,6 +129,7 @@ class Accelerated(Closeable):
     ) -> None:
         Method.require_free(model, "generate", "accelerated")
         self.config = config_of(model)
+        self._name = type(model).__name__
         # No reference to the model, which refers to this object: a cycle would keep its memory.
         self._plain: Callable[..., Any] = type(model).generate
         self._signature = inspect.signature(self._plain)
@@ -163,7 +165,7 @@ class Accelerated(Closeable):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{self._accelerated} of {self._calls} calls done"
-        return f"<Accelerated LlamaForCausalLM on {self.device.name}: {state}>"
+        return f"<Accelerated {self._name} on {self.device.name}: {state}>"
 
     @property
     def decoder(self) -> Decoder:
@@ -260,7 +262,7 @@ class Accelerated(Closeable):
         if drops_out(model):
             return "training with dropout"
         if _settings_of(model) != self._settings:
-            return "a module has another class, another setting or another forward"
+            return "a module has another class or forward, or it or the config another setting"
         return ""
 
     def _refresh(self) -> None:
@@ -310,6 +312,7 @@ class Accelerated(Closeable):
                 input_ids.tolist(),
                 None if mask is None else mask.tolist(),
                 history=asked.sampling.repetition_penalty != 1.0,
+                windowed=any(0 < window < asked.max_length for window in self.config.windows),
             )
             pad = generation_config._pad_token_tensor
             padding = 0 if asked.stop_tokens is None or pad is None else int(pad)
@@ -440,8 +443,12 @@ def _parts_of(model: Any) -> Iterable[Any]:
 
 
 def _settings_of(model: Any) -> list[Any]:
-    """Returns the classes of modules, and the settings that they compute with besides tensors."""
-    modules = [*model.modules()]
+    """Returns the classes of modules, and what they compute with besides tensors: settings of their
+    own, and the config, which they also read at each call."""
+    modules, config = [*model.modules()], model.config
+    # As text: a list or mapping may be changed in place.
+    values = {name: repr(v) for name, v in vars(config).items() if name not in _WITHOUT_EFFECT}
+    shared = [vars(module).get("config", config) is config for module in modules]
     kinds = {type(module): None for module in modules}
     numbers = [
         {
@@ -452,11 +459,19 @@ def _settings_of(model: Any) -> list[Any]:
         }
         for module in modules
     ]
-    return [numbers, [type(module) for module in modules], [kind.forward for kind in kinds]]
+    classes, forwards = [type(module) for module in modules], [kind.forward for kind in kinds]
+    return [numbers, values, shared, classes, forwards]
 
 
-# The last has an effect only in training, which `drops_out` covers.
-_WITHOUT_EFFECT = ("training", "gradient_checkpointing", "attention_dropout")
+_WITHOUT_EFFECT = (
+    *("training", "gradient_checkpointing"),
+    "attention_dropout",  # only in training, which `drops_out` covers
+    # Of the config: what `generate` has read into its own, what only names outputs, and what
+    # `save_pretrained` writes.
+    *("pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "return_dict"),
+    *("output_hidden_states", "_output_attentions"),
+    *("architectures", "dtype", "transformers_version", "_name_or_path"),
+)
 
 
 def _processes() -> int:

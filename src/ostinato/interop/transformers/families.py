@@ -1,14 +1,17 @@
-"""A Llama of transformers for ostinato's decoder: its sizes, and its weights where they are."""
+"""A model of transformers for ostinato's decoder: its sizes, and its weights where they are."""
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.models.llama import modeling_llama as llama
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ostinato import Buffer, Device
 from ostinato.errors import UnsupportedModelError
@@ -29,7 +32,7 @@ class OwnWeights:
     def __init__(self, model: Any, config: LlamaConfig, device: Device) -> None:
         self._device = device
         self.shared_bytes = self.copied_bytes = self.peak_extra_bytes = 0
-        self._norms: list[Any] = []
+        self._vectors: list[tuple[torch.Tensor, Any]] = []  # copies, and parameters
         self._moved: list[tuple[Any, int]] = []  # parameters, and where they were moved to
         self._known: list[tuple[dict[str, Any], str, Any, tuple[Any, ...]]] = []
         """Parameters and buffers, with those that are None: a bias may be set there later."""
@@ -40,30 +43,22 @@ class OwnWeights:
             raise
 
     def _adopt(self, model: Any, config: LlamaConfig) -> None:
-        inner = model.model
-        tensors: dict[str, object] = {}
-        norms: list[Any] = []
-        tensors["embed"] = self._memory([inner.embed_tokens])
-        for index, layer in enumerate(inner.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            matrices = {
-                "wqkv": [attention.q_proj, attention.k_proj, attention.v_proj],
-                "wo": [attention.o_proj],
-                "w_gate_up": [mlp.gate_proj, mlp.up_proj],
-                "w_down": [mlp.down_proj],
-            }
-            for name, parts in matrices.items():
-                tensors[f"layers.{index}.{name}"] = self._memory(parts)
-            norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        norms.append(inner.norm)
-        if not config.tied_embeddings:
-            tensors["head"] = self._memory([model.lm_head])
-        self._norms += [norm.weight for norm in norms]
-        self._copies, memory = self._new((len(norms), config.hidden), torch.float32)
-        self.copied_bytes = self._copies.numel() * self._copies.element_size()
-        names = [name for name, shape in weight_shapes(config).items() if len(shape) == 1]
-        tensors.update({name: memory[place] for place, name in enumerate(names)})
-        halves = inner.embed_tokens.weight.dtype == torch.bfloat16
+        parameters, shapes = _parameters_of(model, config), weight_shapes(config)
+        tensors: dict[str, object] = {
+            name: self._memory(parameters[name]) for name, shape in shapes.items() if shape[1:]
+        }
+        vectors = [name for name, shape in shapes.items() if not shape[1:]]
+        sizes = [sum(part.numel() for part in parameters[name]) for name in vectors]
+        step = _ALIGNMENT // 4
+        starts = [0, *itertools.accumulate(-(-size // step) * step for size in sizes)]
+        copies, memory = self._new((starts[-1],), torch.float32)
+        self.copied_bytes = copies.numel() * copies.element_size()
+        for name, start, size in zip(vectors, starts, sizes, strict=False):
+            tensors[name] = memory[start : start + size]
+            for part in parameters[name]:
+                self._vectors.append((copies[start : start + part.numel()], part))
+                start += part.numel()
+        halves = parameters["embed"][0].dtype == torch.bfloat16
         kind = np.uint16 if halves else np.float32
         self.adopted = adopt_weights(self._device, config, tensors, kind)
         self._known += [
@@ -82,10 +77,10 @@ class OwnWeights:
         return ""
 
     def refresh(self) -> None:
-        """Copies the norms."""
+        """Copies the norms and biases."""
         with torch.no_grad():
-            for copy, norm in zip(self._copies, self._norms, strict=True):
-                copy.copy_(norm)
+            for copy, parameter in self._vectors:
+                copy.copy_(parameter)
 
     def give_back(self) -> None:
         """Drops the references to the model.  Copies memory of a host device, which is freed with
@@ -95,11 +90,11 @@ class OwnWeights:
                 for parameter, address in self._moved:
                     if parameter.data_ptr() == address:
                         parameter.data = parameter.data.clone()
-        self._moved, self._known, self._norms = [], [], []
+        self._moved, self._known, self._vectors = [], [], []
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """Allocates memory; returns a tensor of it, and an object whose rows `adopt_weights`
-        takes."""
+        """Allocates memory; returns a tensor of it, and an object that `adopt_weights` takes, whole
+        or in part."""
         if self._device.capabilities.host_memory_is_device_memory:
             buffer = self._device.empty(shape, np.float32)
             return torch.from_numpy(np.asarray(_Held(buffer, self._device))), buffer
@@ -107,9 +102,8 @@ class OwnWeights:
         tensor = torch.empty(shape, dtype=dtype, device=where)
         return tensor, tensor
 
-    def _memory(self, modules: Sequence[Any]) -> object:
-        """Returns one piece of memory with the modules' weights below each other."""
-        parts = [module.weight for module in modules]
+    def _memory(self, parts: Sequence[Any]) -> object:
+        """Returns one piece of memory with the matrices below each other."""
         whole = None
         if not self._device.capabilities.host_memory_is_device_memory:
             whole = _together(parts)
@@ -166,8 +160,38 @@ def _together(parts: Sequence[Any]) -> torch.Tensor | None:
     return first.as_strided((rows, columns), (columns, 1))
 
 
+def _parameters_of(model: Any, config: LlamaConfig) -> dict[str, list[Any]]:
+    """Returns the parameters that each tensor of `weight_shapes` consists of, in the order of their
+    rows."""
+    inner = model.model
+    found = {"embed": [inner.embed_tokens], "final_norm": [inner.norm], "head": [model.lm_head]}
+    for index, layer in enumerate(inner.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        modules = {
+            "attn_norm": [layer.input_layernorm],
+            "wqkv": _inputs_of(attention),
+            "wo": [attention.o_proj],
+            "mlp_norm": [layer.post_attention_layernorm],
+            "w_gate_up": [mlp.gate_proj, mlp.up_proj],
+            "w_down": [mlp.down_proj],
+            "bqkv": _inputs_of(attention),
+        }
+        if config.qk_norm:
+            modules |= {"q_norm": [attention.q_norm], "k_norm": [attention.k_norm]}
+        found |= {f"layers.{index}.{name}": parts for name, parts in modules.items()}
+    return {
+        name: [part.bias if name.endswith("bqkv") else part.weight for part in found[name]]
+        for name in weight_shapes(config)
+    }
+
+
+def _inputs_of(attention: Any) -> list[Any]:
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
 def config_of(model: Any) -> LlamaConfig:
-    """Returns the sizes of a model that the decoder can compute.
+    """Returns the sizes of a model that the decoder can compute: those of its config, by the rules
+    for a config.json, where its modules compute by them.
 
     Raises UnsupportedModelError, ModelFormatError.
     """
@@ -176,35 +200,58 @@ def config_of(model: Any) -> LlamaConfig:
         if not fits:
             raise UnsupportedModelError(f"{type(model).__name__} cannot be accelerated: {what}")
 
-    require(type(model) is llama.LlamaForCausalLM, "only transformers' LlamaForCausalLM can")
+    require(isinstance(model, PreTrainedModel), "it is no model of transformers")
+    config = LlamaConfig.from_hf(model.config.to_dict(), where="the model's config")
+    family = model.config.model_type
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+    def require_own(module: Any, name: str) -> None:
+        kind = getattr(modeling, f"{family.capitalize()}{name}")
+        found = f"a {type(module).__module__}.{type(module).__qualname__}"
+        require(type(module) is kind, f"{found} in place of transformers' {kind.__name__}")
+
+    require_own(model, "ForCausalLM")
     inner, head = model.model, model.lm_head
-    tied = head.weight is inner.embed_tokens.weight
-    values = {**model.config.to_dict(), "tie_word_embeddings": tied}
-    config = LlamaConfig.from_hf(values, where="the model's config")
-    require(type(inner) is llama.LlamaModel, "its model is no LlamaModel")
+    # The weights say whether they are tied; the config is only what transformers read it from.
+    config = replace(config, tied_embeddings=head.weight is inner.embed_tokens.weight)
+    require_own(inner, "Model")
+    for module in model.modules():
+        own = vars(module).get("config", model.config) is model.config
+        require(own, f"a {type(module).__name__} with a config of its own")
     require(type(inner.embed_tokens) is torch.nn.Embedding, "its embeddings are another module")
     require(inner.embed_tokens.max_norm is None, "max_norm of the embeddings")
     require(len(inner.layers) == config.layers, f"it has {len(inner.layers)} layers")
-    linear, norms = [head], [inner.norm]
+    _check_windows(model, config, require)
+    linear, inputs, norms = [head], [], [inner.norm]
     for layer in inner.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        require(type(layer) is llama.LlamaDecoderLayer, "a layer is another module")
-        require(type(attention) is llama.LlamaAttention, "an attention is another module")
-        require(type(mlp) is llama.LlamaMLP, "an MLP is another module")
+        require_own(layer, "DecoderLayer")
+        require_own(attention, "Attention")
+        require_own(mlp, "MLP")
         require(type(mlp.act_fn).__name__ in _SILU, "another activation than SiLU")
         scale = config.head_size**-0.5
         require(abs(attention.scaling - scale) <= 1e-6 * scale, "another scale of the attention")
-        linear += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        linear += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        inputs += _inputs_of(attention)
+        linear += [attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-    for module in linear:
+        if config.qk_norm:
+            norms += [attention.q_norm, attention.k_norm]
+    for module in (*linear, *inputs):
         require(type(module) is torch.nn.Linear, f"a {type(module).__name__} in place of a Linear")
-        require(module.bias is None, "a bias")
+    for module in linear if config.qkv_bias else (*linear, *inputs):
+        require(module.bias is None, "a bias that its family does not have")
+    for module in inputs if config.qkv_bias else ():
+        require(module.bias is not None, "queries, keys or values of a layer without a bias")
     for module in norms:
-        require(type(module) is llama.LlamaRMSNorm, "a norm is another module")
+        require_own(module, "RMSNorm")
         require(module.variance_epsilon == config.norm_epsilon, "norms of different epsilons")
     _check_parameters(model, require)
     rope = inner.rotary_emb
+    require_own(rope, "RotaryEmbedding")
+    own_type = (model.config.rope_parameters or {}).get("rope_type", "default")
+    require(
+        rope.rope_type == own_type, f"its rope is {rope.rope_type}, and {own_type} in its config"
+    )
     require(rope.attention_scaling == 1, "scaled attention of its rope")
     turns = rope.inv_freq.detach().double().cpu().numpy()
     ours = rope_inverse_frequencies(config)
@@ -215,6 +262,23 @@ def config_of(model: Any) -> LlamaConfig:
         return config
     plain = rope_inverse_frequencies(replace(config, rope_scaling=None, rope_factors=None))
     return replace(config, rope_scaling=None, rope_factors=tuple((plain / turns).tolist()))
+
+
+def _check_windows(model: Any, config: LlamaConfig, require: Callable[[object, str], None]) -> None:
+    """Checks that each layer attends to its window of `config` in transformers too.  `generate`
+    makes its cache by keys of the model's config that the family's modules may not read."""
+    caches, layers = DynamicCache(config=model.config).layers, model.model.layers
+    for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+        window = config.window(index)
+        own = getattr(layer.self_attn, "sliding_window", window) or 0
+        require(own == window, f"a layer with a window of {own}, which is {window} in its config")
+        kept = getattr(cache, "sliding_window", 0)
+        require(
+            type(cache) in (DynamicLayer, DynamicSlidingWindowLayer) and kept == window,
+            f"layer {index} has a window of {window} (0: none), and generate gives it a "
+            f"{type(cache).__name__} of {kept}: remove sliding_window, layer_types or "
+            "attention_chunk_size from the config, whichever is not meant",
+        )
 
 
 def _check_parameters(model: Any, require: Callable[[object, str], None]) -> None:
