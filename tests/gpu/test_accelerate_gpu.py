@@ -1,4 +1,4 @@
-"""`accelerate` on a GPU: small random Llamas in bfloat16.
+"""`accelerate` on a GPU: small random models in bfloat16.
 
 transformers' own tokens in bfloat16 are no reference: two logits that it rounds to the same value
 are a tie there.  The reference is a float32 copy of the same weights, in transformers: each token
@@ -32,9 +32,21 @@ NEAR = 0.2
 NINE = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
 BATCH = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60], [0, 0, 0, 0, 44]]
 MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}
+every_family = pytest.mark.parametrize(
+    "model", ["Llama", "Mistral", "Qwen2", "Qwen3"], indirect=True
+)
 
 
-def llama(seed: int = 3, **values: Any) -> Any:
+def tiny(family: str = "Llama", seed: int = 3, **values: Any) -> Any:
     settings = {
         "hidden_size": 256,
         "intermediate_size": 712,
@@ -52,17 +64,21 @@ def llama(seed: int = 3, **values: Any) -> Any:
         **values,
     }
     torch.manual_seed(seed)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+    config = getattr(transformers, f"{family}Config")(**settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            if "bias" in name:
+                parameter.normal_(0, 0.5)
     return model.to("cuda", torch.bfloat16)
 
 
 @pytest.fixture
-def model(cuda_device: Device) -> Any:
-    return llama()
+def model(cuda_device: Device, request: pytest.FixtureRequest) -> Any:
+    """A Llama, if the test names no family."""
+    return tiny(getattr(request, "param", "Llama"))
 
 
 @pytest.fixture
@@ -124,26 +140,25 @@ def check_greedy(
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("family", "values"),
     [
-        {},
-        {"tie_word_embeddings": True, **NINE},
-        {"head_dim": 128, "num_key_value_heads": 1, "rms_norm_eps": 1e-3},
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            }
-        },
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True, **NINE}),
+        ("Llama", {"head_dim": 128, "num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+        ("Llama", {"rope_parameters": ROPE}),
+        ("Mistral", {"sliding_window": 48}),
+        ("Mistral", {"sliding_window": None}),
+        ("Qwen2", {}),
+        ("Qwen2", {"tie_word_embeddings": True, **SOME_WINDOWS}),
+        ("Qwen3", {"rope_parameters": ROPE}),
+        ("Qwen3", {"head_dim": 128, "rms_norm_eps": 1e-3, **SOME_WINDOWS}),
     ],
-    ids=["plain", "tied, group 3", "head 128", "llama3"],
+    ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
-def test_greedy_tokens_are_the_likeliest(cuda_device: Device, values: dict[str, Any]) -> None:
-    model = llama(**values)
+def test_greedy_tokens_are_the_likeliest(
+    cuda_device: Device, family: str, values: dict[str, Any]
+) -> None:
+    model = tiny(family, **values)
     prompt = ids([[5, 99, 130, 2, 7, 40]])
     with accelerate(model, device=cuda_device) as handle:
         found = model.generate(prompt, max_new_tokens=200, do_sample=False)
@@ -155,6 +170,7 @@ def test_greedy_tokens_are_the_likeliest(cuda_device: Device, values: dict[str, 
         assert not numbers.decoder.quarantined
 
 
+@every_family
 def test_batches(model: Any, accelerated: Accelerated) -> None:
     prompt, mask = ids(BATCH), ids(MASK)
     free = model.generate(prompt, attention_mask=mask, max_new_tokens=40, do_sample=False)
@@ -188,6 +204,7 @@ def test_a_prompt_in_pieces_and_inputs_on_the_host(model: Any, accelerated: Acce
     assert not reasons(accelerated)
 
 
+@every_family
 def test_weights_and_inputs_that_are_still_being_written(
     model: Any, accelerated: Accelerated
 ) -> None:
@@ -199,6 +216,11 @@ def test_weights_and_inputs_that_are_still_being_written(
             lambda: model.lm_head.weight.mul_(-1),
             lambda: model.model.norm.weight.mul_(-1),
             lambda: model.model.layers[1].self_attn.v_proj.weight.mul_(-2),
+            *(
+                lambda parameter=parameter: parameter.mul_(-2)
+                for name, parameter in model.model.layers[1].named_parameters()
+                if "bias" in name or "q_norm" in name
+            ),
         ):
             torch.cuda._sleep(200_000_000)
             change()
@@ -372,7 +394,7 @@ def test_streamers(model: Any, accelerated: Accelerated) -> None:
 
 def test_memory_is_shared(cuda_device: Device) -> None:
     """At most a layer's fused weights twice at any time, and afterwards nothing but the norms."""
-    model = llama(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
+    model = tiny(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6)
     prompt = ids([[5, 99, 130]])
     with torch.no_grad():
         wanted = model(prompt).logits.clone()
@@ -418,7 +440,7 @@ def test_memory_is_shared(cuda_device: Device) -> None:
 
 def test_the_model_may_end_before_the_decoder(cuda_device: Device) -> None:
     """The decoder keeps the memory that it reads."""
-    model = llama()
+    model = tiny()
     handle = accelerate(model, device=cuda_device)
     wanted = model.generate(ids([[5, 99, 130]]), max_new_tokens=9, do_sample=False)
     for parameter in model.parameters():
@@ -438,6 +460,6 @@ def test_the_model_may_end_before_the_decoder(cuda_device: Device) -> None:
 def test_other_types_are_refused(cuda_device: Device) -> None:
     for dtype in (torch.float16, torch.float32):
         with pytest.raises(UnsupportedModelError, match="bfloat16"):
-            accelerate(llama().to(dtype), device=cuda_device)
+            accelerate(tiny().to(dtype), device=cuda_device)
     with pytest.raises(UnsupportedModelError, match="multiple of 8"):
-        accelerate(llama(intermediate_size=700), device=cuda_device)
+        accelerate(tiny(intermediate_size=700), device=cuda_device)
