@@ -1,7 +1,7 @@
-"""Runs a transformers Llama eagerly and accelerated: the same call, on the same weights.
+"""Runs a model of transformers eagerly and accelerated: the same call, on the same weights.
 
     python examples/generate_transformers.py                          # a small random model
-    python examples/generate_transformers.py --model path/to/a/llama --prompt "Why is the sky blue?"
+    python examples/generate_transformers.py --model path/to/a/model --prompt "Why is the sky blue?"
 
 It needs PyTorch and transformers.  On a GPU the model is in bfloat16; on the CPU it is in float32,
 and NumPy decodes, which is slow.
@@ -33,7 +33,9 @@ def small_model(device: str) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help="a folder with a Llama; a small random one without")
+    parser.add_argument(
+        "--model", help="a folder with a Llama, Mistral or Qwen; a small random Llama without"
+    )
     parser.add_argument("--prompt", default="Why is the sky blue?", help="with --model")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     options = parser.parse_args()
