@@ -37,12 +37,14 @@ def _same_memory(value: Any) -> Any:
 
 
 class Tape(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the operations of a block.  They run, and `undo` takes back what they wrote."""
+    """Notes the operations of a block.  They run, and `undo` takes back what they wrote and
+    drew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[tuple[Any, Any, Any, list[Any]]] = []
         self._before: list[tuple[Any, Any]] = []
+        self._random = torch.get_rng_state()
         self.broken = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,6 +68,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         with torch.inference_mode(), torch.no_grad():
             for one, before in reversed(self._before):
                 one.copy_(before)
+        torch.set_rng_state(self._random)
 
     def play(self) -> None:
         with torch.inference_mode(), torch.no_grad():
