@@ -291,9 +291,8 @@ def test_a_peer_takes_prompts_whole(host_device: Device) -> None:
     rows = {row.way: row for row in found.prompts}
     assert set(rows) == {"eager", "capture", "record", "transformers"}
     peer, bytes_of = rows["transformers"], traffic(TINY, 4)
-    assert found.bandwidth is not None
     assert peer.piece == 130 and not peer.ours and peer.rounds == 2
-    assert found.traffic is not None and found.traffic.position == bytes_of.position
+    assert found.traffic.position == bytes_of.position
     moved = found.traffic.step(1, 130)
     assert peer.floor_us == pytest.approx(moved / found.bandwidth.best * 1e6)
     best = min(row.first_token_us for row in found.prompts if row.ours)

@@ -115,12 +115,13 @@ class DecodeResult:
     """The results of a comparison.  `unequal`: a line for each point at which our ways chose
     different tokens, which is a defect of the library."""
 
+    bandwidth: Bandwidth
+    traffic: Traffic
+    """The traffic of our decoders; without one, of a model in bfloat16."""
     rows: list[Row] = field(default_factory=list)
     prompts: list[PromptRow] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
     unequal: list[str] = field(default_factory=list)
-    bandwidth: Bandwidth | None = None
-    traffic: Traffic | None = None
     versions: dict[str, str] = field(default_factory=dict)
     library: str = ""
     """The library that computes products in steps of many rows, or the reason why none does."""
@@ -183,49 +184,47 @@ def measure(
     with opened() as checkpoint:
         config, path = checkpoint.config, checkpoint.path if checkpoint.has_file else None
     options.require(config)
-    result = DecodeResult(ranks=1 if group is None else group.size)
     if bandwidth is None:
         log("measuring the memory's bandwidth")
         bandwidth = measure_bandwidth(device)
-    result.bandwidth = bandwidth
+    ranks = 1 if group is None else group.size
+    result = DecodeResult(bandwidth, traffic(config, 2), ranks=ranks)
     contest = _Contest(device, config, opened, options, result, log, path, group, open_others)
-    first, *more = contest.series
     with contest.stream:
-        contest.run(first, options.prompts)
-        for series in more:
-            contest.run(series)
+        prompts = options.prompts
+        for series in contest.series:
+            contest.run(series, prompts)
+            prompts = ()
     return result
 
 
+@dataclass(eq=False)
 class _Contest:
-    def __init__(
-        self,
-        device: ost.Device,
-        config: LlamaConfig,
-        opened: Callable[[], Checkpoint],
-        options: DecodeOptions,
-        result: DecodeResult,
-        log: Callable[[str], None],
-        path: Path | None,
-        group: Group | None,
-        open_others: OpenOthers | None,
-    ) -> None:
-        self.group, self.open_others = group, open_others
-        self.device, self.config, self.opened, self.path = device, config, opened, path
-        self.options, self.result, self.log = options, result, log
+    device: ost.Device
+    config: LlamaConfig
+    opened: Callable[[], Checkpoint]
+    options: DecodeOptions
+    result: DecodeResult
+    log: Callable[[str], None]
+    path: Path | None
+    group: Group | None
+    open_others: OpenOthers | None
+
+    def __post_init__(self) -> None:
+        options = self.options
         self.deadline = time.monotonic() + options.seconds
-        self.series = points_of(options, config)
+        self.series = points_of(options, self.config)
         points = [point for series in self.series for point in series]
         self.points_left = len(points) + len(options.prompts)
         last = max(point.first for point in points) + options.tokens
         self.positions = max(last, *options.prompts, 0)
-        self.stream = device.create_stream()
+        self.stream = self.device.create_stream()
 
     def left(self) -> float:
         """Returns the seconds until the deadline."""
         return self.deadline - time.monotonic()
 
-    def run(self, series: Sequence[Point], prompts: Sequence[int] = ()) -> None:
+    def run(self, series: Sequence[Point], prompts: Sequence[int]) -> None:
         options, result = self.options, self.result
         positions = max(max(point.first for point in series) + options.tokens, *prompts, 0)
         self.log("loading our decoders")
@@ -310,7 +309,7 @@ class _Contest:
             self._compare(answers, ours, f"{where}: in round {number + 1}")
         for taker, found, ours_is in _timed(takers, runs, dict.fromkeys(runs, 1)):
             piece = taker.piece(count)
-            floor = self._us(self._traffic().prompt(count, piece))
+            floor = self._us(self.result.traffic.prompt(count, piece))
             self.result.prompts.append(
                 PromptRow(
                     way=taker.name,
@@ -441,14 +440,10 @@ class _Contest:
         """Returns the floor of a step in microseconds, in the middle of a run."""
         positions = positions_of(point.batch, point.first, self.options.uneven)
         mean = sum(positions) / len(positions)
-        return self._us(self._traffic().step(point.batch, mean + (tokens + 1) / 2))
-
-    def _traffic(self) -> Traffic:
-        return self.result.traffic or traffic(self.config, 2)
+        return self._us(self.result.traffic.step(point.batch, mean + (tokens + 1) / 2))
 
     def _us(self, nbytes: float) -> float:
         """Returns the microseconds for `nbytes` at the bandwidth, which ranks on a CPU share."""
-        assert self.result.bandwidth is not None
         shared = self.result.ranks if self.device.capabilities.host_memory_is_device_memory else 1
         return nbytes * shared / self.result.bandwidth.best * 1e6
 

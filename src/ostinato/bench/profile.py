@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import ostinato as ost
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
@@ -69,17 +69,12 @@ class ProfileRow:
         return self.floor_us / self.us if self.us > _LEAST else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "launches": self.launches,
-            "us": round(self.us, 3),
-            "total_us": round(self.total_us, 2),
-            "alone_us": round(self.alone_us, 3),
-            "nbytes": self.nbytes,
-            "terabytes_per_second": round(self.terabytes_per_second, 3),
-            "floor_us": round(self.floor_us, 3),
-            "of_floor": round(self.of_floor, 3),
+        fields = asdict(self)
+        fields |= {
+            "terabytes_per_second": self.terabytes_per_second,
+            "of_floor": self.of_floor,
         }
+        return {k: round(v, 3) if isinstance(v, float) else v for k, v in fields.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,23 +190,19 @@ class Attribution:
         return total
 
 
-def profile_step(
+def _profiled(
     device: ost.Device,
     decoder: Decoder,
-    *,
-    batch: int = 1,
-    position: int = 20,
-    rounds: int = 5,
-    log: Callable[[str], None] = lambda _: None,
+    batch: int,
+    position: int,
+    rounds: int,
+    log: Callable[[str], None],
 ) -> Profile:
     """Profiles a decode step of `batch` sequences, each with `position` positions in its cache.
 
     The decoder must hold such sequences (`DecoderWay.place`); their tokens are undefined
-    afterwards.  Raises InputError for a position outside the context, or if a node of the step's
-    graph is no kernel launch of this library.
+    afterwards.
     """
-    if position >= decoder.plan.sizes.context:
-        raise InputError(f"position {position}: the decoder has {decoder.plan.sizes.context}")
     # With rows set by the host, every replay computes the same step.
     decoder.device_state = False
     decoder.decode_batch(range(batch))
@@ -267,13 +258,12 @@ def profile_subject(
     device: ost.Device,
     opened: Callable[[], Checkpoint],
     options: DecodeOptions,
-    *,
-    log: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None],
 ) -> Profile:
     """Opens a decoder and profiles a step of it, at the first batch and context of `options`.
 
-    Raises InputError for options that do not fit the model, NotAvailableError if there is too
-    little memory.
+    Raises InputError for options that do not fit the model, or if a node of the step's graph is no
+    kernel launch of this library; NotAvailableError if there is too little memory.
     """
     with opened() as checkpoint:
         options.require(checkpoint.config)
@@ -295,14 +285,7 @@ def profile_subject(
     (way,) = ways
     try:
         way.place(batch, context)
-        return profile_step(
-            device,
-            way.decoder,
-            batch=batch,
-            position=context,
-            rounds=options.rounds,
-            log=log,
-        )
+        return _profiled(device, way.decoder, batch, context, options.rounds, log)
     finally:
         way.close()
 
@@ -319,6 +302,4 @@ def _operations(graph: ost.Graph) -> list[ost.Operation]:
                 "needs a graph of kernels that it captured"
             )
         found.append(label.operation)
-    if not found:
-        raise InputError("the step's graph is empty")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import ostinato as ost
@@ -61,15 +62,12 @@ class Replays:
         two, …, of all."""
         count = len(self.operations)
         self.log(f"capturing {count} beginnings of the step")
-        graphs = [self._captured(self._hollow(self.operations[:1]))]
-        graphs += [self._captured(self.operations[: n + 1]) for n in range(count)]
-        # Runs while the host submits the timed graphs.  Not the whole step, which writes tokens.
-        ahead = graphs[-2]
-        try:
-            return self._in_turns("beginnings", graphs, ahead)
-        finally:
-            for graph in graphs:
-                graph.close()
+        beginnings = [self._hollow(self.operations[:1])]
+        beginnings += [self.operations[: n + 1] for n in range(count)]
+        with ExitStack() as held:
+            graphs = [held.enter_context(self._captured(one)) for one in beginnings]
+            # `ahead` runs while the host submits.  It is not the whole step, which writes tokens.
+            return self._in_turns("beginnings", graphs, ahead=graphs[-2])
 
     def whole(self) -> tuple[float, float]:
         """Returns the times of a replay of the step, and of an empty kernel."""
@@ -94,32 +92,27 @@ class Replays:
         """Returns the time between two adjacent event nodes, and the time of each launch between
         two event nodes, less the former."""
         self.log("launches apart")
-        graph = ost.Graph.create(self.device)
         events: list[ost.Event] = []
         last: list[ost.Node] = []
-
-        def mark() -> None:
-            events.append(self.device.create_event(timing=True))
-            last[:] = [graph.add_event_record(events[-1], after=last)]
-
-        for _ in range(_EVENT_PAIRS + 1):
-            mark()
-        for operation in self.operations:
-            last[:] = [graph.add_operation(_plain(operation), after=last)]
-            mark()
         times: list[list[float]] = []
-        run = graph.instantiate(upload=self.stream)
-        try:
+        with ExitStack() as held:
+            graph = held.enter_context(ost.Graph.create(self.device))
+
+            def mark() -> None:
+                events.append(held.enter_context(self.device.create_event(timing=True)))
+                last[:] = [graph.add_event_record(events[-1], after=last)]
+
+            for _ in range(_EVENT_PAIRS + 1):
+                mark()
+            for operation in self.operations:
+                last[:] = [graph.add_operation(_plain(operation), after=last)]
+                mark()
+            run = held.enter_context(graph.instantiate(upload=self.stream))
             for number in range(self.rounds * self.burst + 2):  # the first two warm up
                 run.launch(self.stream)
                 self.stream.synchronize()
                 if number > 1:
                     times.append([b.elapsed_since(a) * 1e6 for a, b in itertools.pairwise(events)])
-        finally:
-            run.close()
-            for event in events:
-                event.close()
-            graph.close()
         # Events have a coarse resolution: a mean of the middle half is finer than the median.
         middle = [_middle(found) for found in zip(*times, strict=True)]
         own = statistics.median(middle[:_EVENT_PAIRS])
@@ -155,19 +148,17 @@ class Replays:
 
     def _time(self, graph: ost.GraphExec, ahead: ost.GraphExec) -> float:
         """Returns the time of one replay in a burst that is submitted before its first begins."""
-        begin, end = (self.device.create_event(timing=True) for _ in range(2))
-        if self.burst > 1:
-            for _ in range(2):
-                ahead.launch(self.stream)
-        self.stream.record(begin)
-        for _ in range(self.burst):
-            graph.launch(self.stream)
-        self.stream.record(end)
-        self.stream.synchronize()
-        spent = end.elapsed_since(begin) * 1e6 / self.burst
-        begin.close()
-        end.close()
-        return spent
+        event = self.device.create_event
+        with event(timing=True) as begin, event(timing=True) as end:
+            if self.burst > 1:
+                for _ in range(2):
+                    ahead.launch(self.stream)
+            self.stream.record(begin)
+            for _ in range(self.burst):
+                graph.launch(self.stream)
+            self.stream.record(end)
+            self.stream.synchronize()
+            return end.elapsed_since(begin) * 1e6 / self.burst
 
 
 def _params(operation: ost.Operation) -> KernelNodeParams:

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import ostinato as ost
@@ -92,16 +92,7 @@ class Result:
     skipped: Mapping[str, str]
 
     def to_dict(self) -> dict[str, object]:
-        return {
-            "schema": SCHEMA,
-            "benchmark": self.benchmark,
-            "ceiling": dict(self.ceiling),
-            "summary": dict(self.summary),
-            "machine": dict(self.machine),
-            "settings": dict(self.settings),
-            "rows": [dict(row) for row in self.rows],
-            "skipped": dict(self.skipped),
-        }
+        return {"schema": SCHEMA, **asdict(self)}
 
     def write(self, folder: Path) -> Path:
         """Writes the file, whole or not at all, makes the folder if needed, and returns the file's
@@ -123,19 +114,16 @@ def decode_result(
 ) -> Result:
     """Returns a comparison as a result.  `subject`: the shape's or model's name, which is part of
     the benchmark's name, as are the options that vary."""
-    assert found.bandwidth is not None
     ceiling: dict[str, object] = {
         "what": "every weight once, and keys and values of all positions, over the bandwidth",
         "bandwidth": found.bandwidth.how,
         "bandwidth_gb_per_s": _gigabytes(found.bandwidth.best),
         "read_gb_per_s": _gigabytes(found.bandwidth.read),
         "copy_gb_per_s": _gigabytes(found.bandwidth.copy),
+        "weight_bytes": found.traffic.weights,
+        "bytes_per_position": found.traffic.position,
+        "floor_us_at_context_0": round(found.traffic.weights / found.bandwidth.best * 1e6, 2),
     }
-    if found.traffic is not None:
-        ceiling["weight_bytes"] = found.traffic.weights
-        ceiling["bytes_per_position"] = found.traffic.position
-        weights_us = found.traffic.weights / found.bandwidth.best * 1e6
-        ceiling["floor_us_at_context_0"] = round(weights_us, 2)
     if found.ranks > 1:
         ceiling["ranks"] = (
             "bytes of one rank's share, nothing for what the ranks exchange; on a CPU the ranks "
@@ -167,20 +155,12 @@ def decode_result(
         machine(device),
         {
             "model": subject,
-            "batches": list(options.batches),
-            "contexts": list(options.contexts),
-            "uneven": options.uneven,
-            "tokens": options.tokens,
-            "tokens_per_launch": list(options.tokens_per_launch),
-            "prompts": list(options.prompts),
-            "library_rows": options.library_rows,
+            **asdict(options),
             "library": found.library,
             "weights": found.weights,
             "weights_on_device_bytes": found.device_bytes,
             "ranks": found.ranks,
             "collectives": found.collectives,
-            "rounds": options.rounds,
-            "seconds": options.seconds,
             "peer_versions": dict(found.versions),
         },
         [*(row.to_dict() for row in found.rows), *(row.to_dict() for row in found.prompts)],
@@ -298,7 +278,6 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
         ]
         title = f"prompts of {subject} on {device.properties.name}"
         _print(title, lines, [row.prompt for row in found.prompts])
-    assert found.bandwidth is not None
     print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
     if found.weights:
         of = "of each rank" if found.ranks > 1 else "on the device"

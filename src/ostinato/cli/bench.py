@@ -247,7 +247,7 @@ def _profile(
     from ostinato.bench.plot import profile_svg
     from ostinato.bench.profile import profile_subject
 
-    found = profile_subject(device, opened, options, log=log)
+    found = profile_subject(device, opened, options, log)
     log("")
     _finish(
         report.profile_result(device, subject, found),
