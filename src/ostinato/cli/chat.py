@@ -13,29 +13,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ostinato.cli.arguments import (
-    BYTE_ORDER_MARK,
-    DeviceName,
-    MaxContext,
-    MaxTokens,
-    MinP,
-    ModelName,
-    NoGraphs,
-    RepetitionPenalty,
-    Seed,
-    Stops,
-    System,
-    Temperature,
-    TemplateArgs,
-    Threads,
-    TokensPerLaunch,
-    TopK,
-    TopP,
-    WeightsName,
-    WeightsOption,
-    as_typed,
-    read_template_args,
-)
+from ostinato.cli import arguments
 from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import say
 from ostinato.cli.progress import prompt_progress
@@ -61,23 +39,23 @@ _QUOTES = '"""'
 
 def chat(
     context: typer.Context,
-    model: ModelName = "smollm2-135m",
-    max_tokens: MaxTokens = 1024,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stops = None,
-    system: System = None,
-    template_args: TemplateArgs = None,
-    device: DeviceName = None,
-    max_context: MaxContext = None,
-    threads: Threads = None,
-    weights: WeightsOption = WeightsName.auto,
-    no_graphs: NoGraphs = False,
-    tokens_per_launch: TokensPerLaunch = 1,
+    model: arguments.ModelName = "smollm2-135m",
+    max_tokens: arguments.MaxTokens = 1024,
+    temperature: arguments.Temperature = None,
+    top_k: arguments.TopK = None,
+    top_p: arguments.TopP = None,
+    min_p: arguments.MinP = None,
+    repetition_penalty: arguments.RepetitionPenalty = None,
+    seed: arguments.Seed = None,
+    stop: arguments.Stops = None,
+    system: arguments.System = None,
+    template_args: arguments.TemplateArgs = None,
+    device: arguments.DeviceName = None,
+    max_context: arguments.MaxContext = None,
+    threads: arguments.Threads = None,
+    weights: arguments.WeightsOption = arguments.WeightsName.auto,
+    no_graphs: arguments.NoGraphs = False,
+    tokens_per_launch: arguments.TokensPerLaunch = 1,
 ) -> None:
     """Talk with a model; each turn processes only the new text.
 
@@ -93,7 +71,7 @@ def chat(
     It uses one GPU: between two messages several ranks would have to wait without a deadline.
     """
     require_extra("`ostinato chat`")
-    variables = read_template_args(template_args)
+    variables = arguments.read_template_args(template_args)
     advised = advised_options(
         seed,
         temperature=temperature,
@@ -123,7 +101,9 @@ def chat(
             tokens_per_launch=tokens_per_launch,
         )
         session = _Session(
-            conversation, interrupts, spell=lambda message: as_typed(message, context.command)
+            conversation,
+            interrupts,
+            spell=lambda message: arguments.as_typed(message, context.command),
         )
         if session.interactive:
             how = "the likeliest tokens"
@@ -239,7 +219,9 @@ class _Input:
         if self.interactive:
             print(prompt, end="", file=sys.stderr, flush=True)
         read = sys.stdin.buffer.readline()
-        return read.decode().removeprefix(BYTE_ORDER_MARK).rstrip("\r\n") if read else None
+        if not read:
+            return None
+        return read.decode().removeprefix(arguments.BYTE_ORDER_MARK).rstrip("\r\n")
 
     def drop(self) -> bool:
         """Drops what was typed before Ctrl-C; returns whether there was anything."""

@@ -11,31 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ostinato.cli.arguments import (
-    DeviceName,
-    MaxContext,
-    MaxTokens,
-    MinP,
-    ModelName,
-    NoGraphs,
-    RepetitionPenalty,
-    Seed,
-    Stops,
-    System,
-    Temperature,
-    TemplateArgs,
-    TensorParallel,
-    Threads,
-    TokensPerLaunch,
-    TopK,
-    TopP,
-    WeightsName,
-    WeightsOption,
-    expanded,
-    read_prompt,
-    read_template_args,
-    texts,
-)
+from ostinato.cli import arguments
 from ostinato.cli.endings import INTERRUPTED
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched, prompt_progress
@@ -55,7 +31,7 @@ def generate(
     prompt: Annotated[
         list[str] | None,
         typer.Argument(
-            callback=texts,
+            callback=arguments.texts,
             help="What to say to the model, in quotes or not.  What is piped in is added after a "
             "blank line; it is the prompt if there are no words, or - alone.",
             show_default=False,
@@ -63,17 +39,19 @@ def generate(
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option("--file", "-f", callback=expanded, help="Read the prompt from this file."),
+        typer.Option(
+            "--file", "-f", callback=arguments.expanded, help="Read the prompt from this file."
+        ),
     ] = None,
-    model: ModelName = "smollm2-135m",
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = None,
-    stop: Stops = None,
+    model: arguments.ModelName = "smollm2-135m",
+    max_tokens: arguments.MaxTokens = 256,
+    temperature: arguments.Temperature = 0.0,
+    top_k: arguments.TopK = 0,
+    top_p: arguments.TopP = 1.0,
+    min_p: arguments.MinP = 0.0,
+    repetition_penalty: arguments.RepetitionPenalty = 1.0,
+    seed: arguments.Seed = None,
+    stop: arguments.Stops = None,
     chat: Annotated[
         bool | None,
         typer.Option(
@@ -82,19 +60,19 @@ def generate(
             "By default chat, if there is a template.",
         ),
     ] = None,
-    system: System = None,
-    template_args: TemplateArgs = None,
-    device: DeviceName = None,
-    max_context: MaxContext = None,
-    threads: Threads = None,
-    tensor_parallel: TensorParallel = 1,
-    weights: WeightsOption = WeightsName.auto,
-    no_graphs: NoGraphs = False,
+    system: arguments.System = None,
+    template_args: arguments.TemplateArgs = None,
+    device: arguments.DeviceName = None,
+    max_context: arguments.MaxContext = None,
+    threads: arguments.Threads = None,
+    tensor_parallel: arguments.TensorParallel = 1,
+    weights: arguments.WeightsOption = arguments.WeightsName.auto,
+    no_graphs: arguments.NoGraphs = False,
     build: Annotated[
         Build,
         typer.Option(help="Make graphs by stream capture, or node by node from a recorded run."),
     ] = Build.capture,
-    tokens_per_launch: TokensPerLaunch = 1,
+    tokens_per_launch: arguments.TokensPerLaunch = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else: the summary.")
     ] = False,
@@ -127,7 +105,7 @@ def generate(
 
     if as_json and stream_json:
         raise typer.BadParameter("--json or --stream-json, not both", param_hint="--stream-json")
-    wanted = read_prompt(prompt, file)
+    wanted = arguments.read_prompt(prompt, file)
     sampling = sampling_options(
         GREEDY,
         seed,
@@ -150,7 +128,7 @@ def generate(
         "max_tokens": max_tokens,
         "chat": chat,
         "system": system,
-        "template_args": read_template_args(template_args),
+        "template_args": arguments.read_template_args(template_args),
         "tokens_per_launch": tokens_per_launch,
         "stop": stop or (),
     }

@@ -34,13 +34,8 @@ app = typer.Typer(
     epilog="Exit status: 0 done; 1 failed; 2 for a bad option, argument or setting; 128 + n if "
     "signal n ended it.",
 )
-app.command("generate")(generate)
-app.command("chat")(chat)
-app.command("serve")(serve)
-app.command("inspect")(inspect)
-app.command("bench")(bench)
-app.command("doctor")(doctor)
-app.command("tune")(tune)
+for _command in (generate, chat, serve, inspect, bench, doctor, tune):
+    app.command()(_command)
 app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")
 app.add_typer(graph_app, name="graph")

@@ -9,23 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ostinato.cli.arguments import (
-    DeviceName,
-    MaxContext,
-    MinP,
-    ModelName,
-    NoGraphs,
-    RepetitionPenalty,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    WeightsName,
-    WeightsOption,
-    expanded,
-    text,
-    texts,
-)
+from ostinato.cli import arguments
 from ostinato.cli.plain import plain, say
 from ostinato.cli.speaker import advised_options, speaker
 
@@ -33,11 +17,11 @@ _MOST_KEYS = 1 << 20  # bytes of a file of keys
 
 
 def serve(
-    model: ModelName = "smollm2-135m",
+    model: arguments.ModelName = "smollm2-135m",
     host: Annotated[
         str,
         typer.Option(
-            callback=text,
+            callback=arguments.text,
             help="The address to listen at; by default only this machine can reach it.",
         ),
     ] = "127.0.0.1",
@@ -58,7 +42,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    max_context: MaxContext = None,
+    max_context: arguments.MaxContext = None,
     max_body: Annotated[
         int, typer.Option(min=1, help="Bytes of one request at most; larger ones get status 413.")
     ] = 4 << 20,
@@ -87,19 +71,19 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            callback=texts,
+            callback=arguments.texts,
             help="Clients must have this key; may be given several times.  Other users of this "
             "machine can see it: rather use a file.",
         ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(callback=expanded, help="A file with such keys, one a line."),
+        typer.Option(callback=arguments.expanded, help="A file with such keys, one a line."),
     ] = None,
     name: Annotated[
         str | None,
         typer.Option(
-            callback=text,
+            callback=arguments.text,
             help="What clients call the model.  By default what --model says.",
             show_default=False,
         ),
@@ -112,15 +96,15 @@ def serve(
             "--no-reuse a prompt gives the same bits whatever came before it.",
         ),
     ] = True,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    device: DeviceName = None,
-    threads: Threads = None,
-    weights: WeightsOption = WeightsName.auto,
-    no_graphs: NoGraphs = False,
+    temperature: arguments.Temperature = None,
+    top_k: arguments.TopK = None,
+    top_p: arguments.TopP = None,
+    min_p: arguments.MinP = None,
+    repetition_penalty: arguments.RepetitionPenalty = None,
+    device: arguments.DeviceName = None,
+    threads: arguments.Threads = None,
+    weights: arguments.WeightsOption = arguments.WeightsName.auto,
+    no_graphs: arguments.NoGraphs = False,
 ) -> None:
     """Serve a model with OpenAI's chat and completion endpoints.
 
