@@ -148,7 +148,7 @@ def counted(server: Server, path: str, status: int) -> float:
 
 
 def cancelled(server: Server) -> int:
-    return server.engine._counts.ended[End.CANCELLED]
+    return server.engine._ended_by[End.CANCELLED]
 
 
 # --------------------------------------------------------------------------- clients that go away

@@ -727,7 +727,7 @@ def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
                         break
         finally:
             del reference.decoder.run_batch
-        assert server.engine._counts.ended[End.DEADLINE] == 1
+        assert server.engine._ended_by[End.DEADLINE] == 1
     events = re.findall(rb"data: (.*)\n\n", came)
     assert json.loads(events[0])["choices"] and b"[DONE]" not in came
     assert json.loads(events[-1])["error"]["code"] == "deadline"
@@ -958,7 +958,7 @@ def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]], p
         raw.connect(address)
         if path == COMPLETION:
             raw.sendall(3 * request)
-            until(lambda: server.engine._counts.submitted)
+            until(lambda: server.engine._counts["submitted"])
         else:
             raw.sendall(200 * f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
             until(lambda: server._uvicorn.server_state.connections)
@@ -990,7 +990,7 @@ def test_a_second_ctrl_c_ends_it_at_once(reference: TextGenerator) -> None:
             until(lambda: not server.engine._entries)
         finally:
             del reference.decoder.run_batch
-    assert server.engine._counts.ended[End.CANCELLED] >= 8, "it waits for the answers"
+    assert server.engine._ended_by[End.CANCELLED] >= 8, "it waits for the answers"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -81,12 +81,14 @@ class World:
             self.read(action)
         if cancelled is not None and cancelled in self.live:
             self.end(cancelled)
-        if isinstance(action, Decode):
-            self.decode(action)
-        else:
-            self.scheduler.done(action)
-            if isinstance(action, Read) and action.last and action.request in self.live:
+        if isinstance(action, Admit):
+            self.scheduler.placed(action)
+        elif isinstance(action, Read):
+            self.scheduler.was_read(action)
+            if action.last and action.request in self.live:
                 self.choose(action.slot, action.request)
+        else:
+            self.decode(action)
         return True
 
     def place(self, action: Admit) -> None:

@@ -14,11 +14,11 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -45,6 +45,8 @@ from ostinato.serve.protocol import (
     read_request,
     usage_object,
 )
+
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 _BODY_SECONDS = 60.0
 """Time within which the body of a request must arrive."""
@@ -115,13 +117,7 @@ class Service:
         self._one_large = asyncio.Lock()
 
     # --- routes that generate
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, "chat")
-
-    async def completion(self, request: Request) -> Response:
-        return await self._answer(request, "completion")
-
-    async def _answer(self, request: Request, kind: Kind) -> Response:
+    async def answer(self, kind: Kind, request: Request) -> Response:
         given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if given != "application/json":
             # A web page may send other content types to any address without a CORS preflight
@@ -303,15 +299,12 @@ class Service:
     async def show_metrics(self, request: Request) -> Response:
         with suppress(TimeoutError, OstinatoError):  # the engine may be busy with its warm-up
             async with asyncio.timeout(_STATISTICS_SECONDS):
-                statistics = await asyncio.wrap_future(self.engine.statistics())
-                self.metrics.layers_are(statistics)
+                self.metrics.layers = await asyncio.wrap_future(self.engine.statistics())
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
     # --- checks around each request
-    def guarded(
-        self, handler: Callable[[Request], Awaitable[Response]], path: str, *, open_to_all: bool
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def guarded(self, handler: Handler, path: str, *, open_to_all: bool) -> Handler:
         """Wraps a handler with the checks of host and API key, and counts the response."""
 
         async def handle(request: Request) -> Response:
@@ -359,22 +352,14 @@ class Service:
             )
 
 
-def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Starlette:
-    """Returns the ASGI application.  `lifespan`: makes an async context manager around it."""
+def make_app(
+    service: Service, lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]
+) -> Starlette:
+    """Returns the ASGI application.  `lifespan`: makes a context manager around it."""
 
-    def route(
-        path: str, handler: Callable[[Request], Awaitable[Response]], method: str, **options: Any
-    ) -> Route:
-        options = {"open_to_all": False, **options}
-        return Route(path, service.guarded(handler, path, **options), methods=[method])
-
-    @asynccontextmanager
-    async def around(app: Starlette) -> AsyncIterator[None]:
-        if lifespan is None:
-            yield
-            return
-        async with lifespan():
-            yield
+    def route(path: str, handler: Handler, method: str, *, open_to_all: bool = False) -> Route:
+        guarded = service.guarded(handler, path, open_to_all=open_to_all)
+        return Route(path, guarded, methods=[method])
 
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -390,8 +375,8 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
 
     app = Starlette(
         routes=[
-            route("/v1/chat/completions", service.chat, "POST"),
-            route("/v1/completions", service.completion, "POST"),
+            route("/v1/chat/completions", partial(service.answer, "chat"), "POST"),
+            route("/v1/completions", partial(service.answer, "completion"), "POST"),
             route("/v1/models", service.models, "GET"),
             route("/v1/models/{name:path}", service.one_model, "GET"),
             route("/metrics", service.show_metrics, "GET"),
@@ -399,7 +384,7 @@ def make_app(service: Service, lifespan: Callable[[], Any] | None = None) -> Sta
             route("/ready", service.ready, "GET", open_to_all=True),
         ],
         exception_handlers={HTTPException: refused, Exception: failed},
-        lifespan=around,
+        lifespan=lifespan,
     )
     # A path with a trailing slash is another path.  Starlette would redirect it to the host that
     # the request names, before the host and the key are checked.

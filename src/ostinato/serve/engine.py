@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
@@ -154,17 +154,10 @@ class _Entry:
     tokens: int = 0
 
 
-@dataclass(slots=True)
-class _Counts:
-    submitted: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
-    steps: int = 0
-    step_rows: int = 0
-    reads: int = 0
-    refused: Counter[Rejection] = field(default_factory=Counter)
-    ended: Counter[End] = field(default_factory=Counter)
+_COUNTED = (
+    *("submitted", "prompt_tokens", "cached_tokens", "answer_tokens"),
+    *("steps", "step_rows", "reads"),
+)
 
 
 class ServingEngine(Closeable):
@@ -210,7 +203,9 @@ class ServingEngine(Closeable):
         self._together: dict[int, tuple[int, ...]] = {}
         """The last piece of each prompt, by slot, that the scheduler counts as read but the decoder
         has not read yet: the pieces are read together in one step."""
-        self._counts = _Counts()
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._refused: Counter[Rejection] = Counter()
+        self._ended_by: Counter[End] = Counter()
         self._questions: deque[Future[EngineStatistics]] = deque()
         self._updates: dict[int, tuple[Listener, Update]] = {}
         self._urgent: set[int] = set()
@@ -256,7 +251,7 @@ class ServingEngine(Closeable):
         with self._lock:
             refused = self._refusal(len(jobs))
             if refused is not None:
-                self._counts.refused[refused] += len(jobs)
+                self._refused[refused] += len(jobs)
                 return refused
             numbers = []
             for job, listener, text in zip(jobs, listeners, texts, strict=True):
@@ -264,7 +259,7 @@ class ServingEngine(Closeable):
                 assert number is not None, "there was room"
                 self._entries[number] = _Entry(job, listener, text, now)
                 numbers.append(number)
-            self._counts.submitted += len(jobs)
+            self._counts["submitted"] += len(jobs)
             self._changed.notify()
         return tuple(numbers)
 
@@ -274,7 +269,7 @@ class ServingEngine(Closeable):
         with self._lock:
             refused = self._refusal(jobs + others)
             if refused is not None:
-                self._counts.refused[refused] += jobs
+                self._refused[refused] += jobs
             return refused
 
     def _refusal(self, jobs: int) -> Rejection | None:
@@ -449,10 +444,10 @@ class ServingEngine(Closeable):
                 self._end(action.request, End.FAILED, str(error))
             raise
         with self._lock:
-            self._scheduler.done(action)
+            self._scheduler.placed(action)
             entry.placed = time.monotonic()
             entry.cached = action.kept
-            self._counts.cached_tokens += action.kept
+            self._counts["cached_tokens"] += action.kept
 
     def _joins(self, action: SchedulerAction | None) -> bool:
         """True if the action can run before the gathered last pieces of prompts are read."""
@@ -482,9 +477,9 @@ class ServingEngine(Closeable):
         else:
             self._decoder.extend(piece, action.slot)
         with self._lock:
-            self._counts.reads += 1
-            self._counts.prompt_tokens += len(piece)
-            self._scheduler.done(action)
+            self._counts["reads"] += 1
+            self._counts["prompt_tokens"] += len(piece)
+            self._scheduler.was_read(action)
         self._flush()
 
     def _decode(self, action: Decode) -> None:
@@ -495,8 +490,8 @@ class ServingEngine(Closeable):
             for item in run:
                 now = time.monotonic()
                 with self._lock:
-                    self._counts.steps += 1
-                    self._counts.step_rows += len(item)
+                    self._counts["steps"] += 1
+                    self._counts["step_rows"] += len(item)
                     self._scheduler.stepped()
                     self._took(item)
                     if now >= look:
@@ -525,7 +520,7 @@ class ServingEngine(Closeable):
             scheduler.chosen(slot, token)
             entry = self._entries[number]
             entry.tokens += 1
-            self._counts.answer_tokens += 1
+            self._counts["answer_tokens"] += 1
             if entry.first is None:
                 entry.first = now
             ended = token in decoder.stop_tokens
@@ -556,7 +551,7 @@ class ServingEngine(Closeable):
         if entry is None:
             return
         self._scheduler.end(number)
-        self._counts.ended[end] += 1
+        self._ended_by[end] += 1
         began = entry.began
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
         timing = Timing(placed, first, time.monotonic() - began, entry.tokens, end)
@@ -584,21 +579,15 @@ class ServingEngine(Closeable):
                 asked.set_exception(error)
 
     def _statistics(self) -> EngineStatistics:
-        device, counts = self.generator.device, self._counts
+        device = self.generator.device
         free, total = device.memory_info()
         return EngineStatistics(
             slots=self._slots,
             under_way=self._scheduler.under_way,
             waiting=self._scheduler.waiting,
-            submitted=counts.submitted,
-            refused={reason.value: counts.refused[reason] for reason in Rejection},
-            ended={end.value: counts.ended[end] for end in End},
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            answer_tokens=counts.answer_tokens,
-            steps=counts.steps,
-            step_rows=counts.step_rows,
-            reads=counts.reads,
+            **self._counts,
+            refused={reason.value: self._refused[reason] for reason in Rejection},
+            ended={end.value: self._ended_by[end] for end in End},
             decoder=self._decoder.statistics(),
             modules=device.modules.statistics(),
             memory_free=free,

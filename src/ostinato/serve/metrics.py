@@ -46,7 +46,8 @@ class Metrics(Collector):
         self._token = seconds(
             "token", "Between two tokens of an answer, its mean.", buckets=_TOKEN_SECONDS
         )
-        self._statistics: EngineStatistics | None = None
+        self.layers: EngineStatistics | None = None
+        """The latest numbers of the layers, for `text`."""
         self._registry.register(self)
 
     def request(self, path: str, status: int) -> None:
@@ -64,17 +65,13 @@ class Metrics(Collector):
                 self._token.observe((timing.over - timing.first) / (timing.tokens - 1))
         self._over.observe(timing.over)
 
-    def layers_are(self, statistics: EngineStatistics) -> None:
-        """Stores the latest numbers of the layers for later calls of `text`."""
-        self._statistics = statistics
-
     def text(self) -> bytes:
         """Returns all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of the layers.  The registry calls this for each `text`."""
-        found = self._statistics
+        found = self.layers
         if found is not None:
             gauges = _Gauges()
             gauges.record("engine", found, skipped=("decoder", "modules"))

@@ -399,9 +399,7 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
     """Returns prompts from a text, a list of texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (_said(value),)
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be text, token ids, or a list of these")
-    if isinstance(value[0], int):
+    if not isinstance(value, list) or not value or isinstance(value[0], int):
         return (_tokens(value),)
     if len(value) > _MOST_PROMPTS:
         raise ValueError(f"must be {_MOST_PROMPTS} prompts at most")

@@ -202,15 +202,9 @@ class Scheduler:
         return Admit(request.number, target.index, kept)
 
     # --- reports
-    def done(self, action: Admit | Read) -> None:
+    def placed(self, action: Admit) -> None:
         """Reports an action as performed.  If its request is over by now, the slot keeps the tokens
         and stays free."""
-        if isinstance(action, Admit):
-            self._placed(action)
-        else:
-            self._was_read(action)
-
-    def _placed(self, action: Admit) -> None:
         slot = self._slots[action.slot]
         if action.source is None:
             del slot.held[action.kept :]
@@ -227,7 +221,8 @@ class Scheduler:
         slot.request = request.number
         self._reading = request
 
-    def _was_read(self, action: Read) -> None:
+    def was_read(self, action: Read) -> None:
+        """Reports an action as performed; see `placed`."""
         slot, request = self._slots[action.slot], self._requests.get(action.request)
         size = action.end - action.start
         self._left = max(0, self._left - size)

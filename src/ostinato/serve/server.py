@@ -180,7 +180,7 @@ class Server:
         self._uvicorn.should_exit = True
 
     @asynccontextmanager
-    async def _life(self) -> AsyncIterator[None]:
+    async def _life(self, app: object) -> AsyncIterator[None]:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_Failures())
         self.engine.start()
