@@ -109,9 +109,8 @@ class Layout:
 
     @property
     def macros(self) -> dict[str, str]:
-        found = {"RANKS": self.ranks, "THREADS": THREADS, "WORDS": self.words}
-        found["EPOCH_WORDS"] = self.header
-        return {name: str(value) for name, value in found.items()}
+        words = {"WORDS": str(self.words), "EPOCH_WORDS": str(self.header)}
+        return {"RANKS": str(self.ranks), "THREADS": str(THREADS), **words}
 
 
 @cache
@@ -146,9 +145,10 @@ class ExchangeCollectives(Collectives):
     ) -> None:
         super().__init__(group, device)
         self.beyond = beyond
+        self._on_host = device.capabilities.runs_host_functions
         most = _BLOCKS_PER_PROCESSOR * device.properties.multiprocessors
         wanted = limit_for(group.size) if limit is None else limit
-        if not device.capabilities.runs_host_functions:
+        if not self._on_host:
             wanted = min(wanted, 4 * _BLOCK * most)
         told = group.exchange("windows: limit", str(wanted).encode())
         self.limit = min(int(one) for one in told)
@@ -185,13 +185,13 @@ class ExchangeCollectives(Collectives):
             handle = driver.memory_share(self._window.address)
         except OstinatoError as problem:
             error = str(problem)
-        place = _place_of(self._same_process_needed)
+        place = _place_of(self._on_host)
         told = group.exchange("windows: handles", b"\n".join([place, error.encode(), handle]))
         found = [one.split(b"\n", 2) for one in told]
         self._refuse([one[1].decode() for one in found])
         elsewhere = [rank for rank, one in enumerate(found) if one[0] != found[0][0]]
         if elsewhere:
-            where = "process" if self._same_process_needed else "host"
+            where = "process" if self._on_host else "host"
             raise NotAvailableError(f"rank {elsewhere[0]} is in another {where} than rank 0")
         assert self._window is not None
         self._known_to_others = True
@@ -215,10 +215,6 @@ class ExchangeCollectives(Collectives):
         addresses += [self._lost.address, self._window.address]
         self._table = device.array(np.array(addresses, np.uint64), name="windows of the ranks")
         self._try_out()
-
-    @property
-    def _same_process_needed(self) -> bool:
-        return self.device.capabilities.runs_host_functions
 
     def _refuse(self, errors: list[str]) -> None:
         for rank, error in enumerate(errors):
@@ -324,7 +320,7 @@ class ExchangeCollectives(Collectives):
         return f"{self.name}: {self.in_windows} made in peer memory, {self.by_beyond} beyond"
 
     def _source(self) -> Source:
-        if self.device.capabilities.runs_host_functions:
+        if self._on_host:
             return Source(host=_host_kernels(self), name="exchange")
         return kernels()
 

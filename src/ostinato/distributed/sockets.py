@@ -82,6 +82,11 @@ def packed(head: dict[str, Any], payload: bytes = b"") -> bytes:
     return _LENGTHS.pack(_MAGIC, len(text), len(payload)) + text + payload
 
 
+def _told(failure: Failure) -> dict[str, Any]:
+    """Returns the head of the message that reports a failure."""
+    return {"kind": "fail", "what": failure.kind, "rank": failure.rank, "text": failure.text}
+
+
 class Reader:
     """The received bytes, split into messages.  `most`: largest payload in bytes."""
 
@@ -268,7 +273,7 @@ class Hub:
         self._ranks[rank] = connection
         self._send(connection, packed({"kind": "welcome", "deadline": self._deadline}))
         if self._failure is not None:
-            self._send(connection, self._told())
+            self._send(connection, packed(_told(self._failure)))
 
     def _waited_for(self) -> list[int]:
         return sorted(
@@ -319,13 +324,7 @@ class Hub:
     def _fail(self, failure: Failure) -> None:
         if self._failure is None:
             self._failure, self._failed = failure, time.monotonic()
-            self._send_all(self._told())
-
-    def _told(self) -> bytes:
-        failure = self._failure
-        assert failure is not None
-        head = {"kind": "fail", "what": failure.kind, "rank": failure.rank, "text": failure.text}
-        return packed(head)
+            self._send_all(packed(_told(failure)))
 
     def _send_all(self, message: bytes) -> None:
         for connection in list(self._ranks.values()):
@@ -359,12 +358,13 @@ def _last_at(connection: _Connection) -> str:
 
 
 class SocketChannel(Channel):
-    """A rank's connection to the hub.  Made by `connect`.  `hub`: the hub that it owns, if any.
-    `hub_deadline` may differ from this rank's deadline."""
+    """A rank's connection to the hub.  Made by `connect`.  `reader` may hold messages already.
+    `hub`: the hub that it owns, if any.  `hub_deadline` may differ from this rank's deadline."""
 
     def __init__(
         self,
         connection: socket.socket,
+        reader: Reader,
         rank: int,
         size: int,
         deadline: float,
@@ -372,7 +372,7 @@ class SocketChannel(Channel):
         hub: Hub | None,
     ) -> None:
         self.rank, self.size = rank, size
-        self._socket, self._deadline, self._hub = connection, deadline, hub
+        self._socket, self._reader, self._deadline, self._hub = connection, reader, deadline, hub
         self._beat_seconds = min(beat_of(deadline), beat_of(hub_deadline))
         self._sending = new_lock()
         self._first = FirstFailure()
@@ -434,14 +434,7 @@ class SocketChannel(Channel):
     # --- failures
     def fail(self, failure: Failure) -> None:
         with suppress(OSError, GroupError):
-            self._send(
-                {
-                    "kind": "fail",
-                    "what": failure.kind,
-                    "rank": failure.rank,
-                    "text": failure.text,
-                }
-            )
+            self._send(_told(failure))
         self._first.fail(failure)
 
     def on_failure(self, call: Callable[[Failure], None]) -> None:
@@ -455,9 +448,8 @@ class SocketChannel(Channel):
         return Failure("lost", -1, text)
 
     def _lost_hub(self) -> Failure:
-        return Failure(
-            "lost", -1, "the group's hub is gone: the process that made the group's id has ended"
-        )
+        text = "the group's hub is gone: the process that made the group's id has ended"
+        return Failure("lost", -1, text)
 
     # --- messages
     def _send(self, head: dict[str, Any], payload: bytes = b"") -> None:
@@ -473,13 +465,16 @@ class SocketChannel(Channel):
                 self._first.fail(self._lost_hub())
 
     def _read(self) -> None:
-        reader = Reader()
+        reader = self._reader
         try:
-            while data := self._socket.recv(1 << 20):
-                self._heard = time.monotonic()
-                reader.feed(data)
+            while True:
                 while (message := reader.next()) is not None:
                     self._take(*message)
+                data = self._socket.recv(1 << 20)
+                if not data:
+                    break
+                self._heard = time.monotonic()
+                reader.feed(data)
         except (OSError, ValueError):
             pass
         if not self._closed.is_set():
@@ -552,7 +547,7 @@ def connect(
             try:
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 found.sendall(packed({**hello, "token": address.token}))
-                head = _first_message(found)
+                head, reader = _answered(found)
             except (OSError, ValueError) as error:
                 last = f"{address.host}:{address.port} is no hub of this group ({error})"
                 found.close()
@@ -564,7 +559,7 @@ def connect(
                 refused = f"{address.host}:{address.port} refused it: {head['text']}"
                 continue
             found.settimeout(None)
-            return SocketChannel(found, rank, size, deadline, float(head["deadline"]), hub)
+            return SocketChannel(found, reader, rank, size, deadline, head["deadline"], hub)
         if time.monotonic() > end:
             where = ", ".join(f"{one.host}:{one.port}" for one in addresses)
             raise RankLostError(
@@ -576,23 +571,17 @@ def connect(
         pause = min(2 * pause, 0.5)
 
 
-def _first_message(connection: socket.socket) -> dict[str, Any]:
-    """Reads the hub's answer and no byte more: what follows belongs to the reader."""
-    data = _exactly(connection, _LENGTHS.size)
-    magic, head_bytes, payload_bytes = _LENGTHS.unpack(data)
-    if magic != _MAGIC or head_bytes > _MOST_HEAD or payload_bytes:
-        raise ValueError("another service answered")
-    head = json.loads(_exactly(connection, head_bytes))
-    if not isinstance(head, dict) or head.get("kind") not in ("welcome", "refused"):
-        raise ValueError("another service answered")
-    return head
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = connection.recv(count - len(data))
-        if not piece:
+def _answered(connection: socket.socket) -> tuple[dict[str, Any], Reader]:
+    """Reads the hub's answer; returns it with the reader, which may hold more than the answer.
+    Raises OSError, and ValueError for the answer of another service."""
+    reader = Reader(0)
+    while (message := reader.next()) is None:
+        data = connection.recv(1 << 16)
+        if not data:
             raise ValueError("the connection ended")
-        data += piece
-    return data
+        reader.feed(data)
+    head, _ = message
+    if head.get("kind") not in ("welcome", "refused"):
+        raise ValueError("another service answered")
+    reader.most = _MOST_PAYLOAD
+    return head, reader
