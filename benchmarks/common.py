@@ -21,25 +21,7 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
-from ostinato.bench.report import SCHEMA, Result, commit, machine
-
-__all__ = [
-    "BLOCK",
-    "CELL",
-    "SCHEMA",
-    "SOURCE",
-    "Chain",
-    "Measured",
-    "address_of_function",
-    "build_c",
-    "commit",
-    "emit",
-    "machine",
-    "measured",
-    "optional",
-    "options",
-    "table",
-]
+from ostinato.bench.report import Result, machine
 
 ROOT = Path(__file__).resolve().parent
 

@@ -40,6 +40,7 @@ from benchmarks.peers.llama_peer import LLAMA_CPP, open_llama_cpp
 from ostinato.bench.decode import DecodeResult, measure
 from ostinato.bench.options import DecodeOptions
 from ostinato.bench.random_weights import random_checkpoint
+from ostinato.bench.report import SCHEMA
 from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.device import Device
 from ostinato.driver import launcher
@@ -94,7 +95,7 @@ def test_each_prints_a_table_and_writes_its_results(
     assert path.name.startswith(f"{name}-host")
     assert json.loads(path.read_text(encoding="utf-8")) == result
     assert set(result) == RESULT_KEYS
-    assert result["benchmark"] == name and result["schema"] == common.SCHEMA
+    assert result["benchmark"] == name and result["schema"] == SCHEMA
     machine, rows, ceiling = result["machine"], result["rows"], result["ceiling"]
     assert isinstance(machine, dict) and isinstance(rows, list) and isinstance(ceiling, dict)
     assert set(machine) >= MACHINE_KEYS and machine["commit"] == "abc123"

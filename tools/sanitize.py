@@ -561,14 +561,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _machine() -> dict[str, object]:
     import ostinato as ost
-    from benchmarks import common
+    from ostinato.bench.report import commit, machine
 
     try:
         with ost.open_device("cuda:0") as device:
-            return common.machine(device)
+            return machine(device)
     except ost.OstinatoError as error:  # the outcomes are written nevertheless
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return {"device": "unknown", "why": str(error), "commit": common.commit(), "date": now}
+        return {"device": "unknown", "why": str(error), "commit": commit(), "date": now}
 
 
 if __name__ == "__main__":

@@ -23,10 +23,7 @@ BLOCK = np.dtype(
         ("slot_of", "u8"),  # address: the table's slot of each right row (u32)
         ("rank", "u8"),  # address: the place of each right row in its group (u32)
         ("found", "u8"),  # address: where the matches of each left row start in `grouped` (u32)
-        (
-            "offsets",
-            "u8",
-        ),  # address: matches of the left rows before each in its block of 256 (u32)
+        ("offsets", "u8"),  # address: matches before each left row in its block of 256 (u32)
         ("sums", "u8"),  # address: block sums of the scan, level by level (u64)
         ("left_out", "u8"),  # address: left row numbers of the result (u32)
         ("right_out", "u8"),  # address: right row numbers of the result (u32)
