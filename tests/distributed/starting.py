@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from ostinato.distributed import new_group_id
-
-__all__ = [
-    "MOMENTS",
-    "ROOT",
-    "environment",
-    "finish",
-    "ranks",
-    "require_typed_errors",
-    "start",
-    "waits",
-]
 
 MOMENTS = ("start", "prompt", "between", "loop")
 HERE = Path(__file__).parent
@@ -36,6 +28,21 @@ LAUNCHERS = (
 )
 End = tuple[int, str, str]
 """Status, the output's last line (libraries print others before it), and error output."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def on_threads(size: int, work: Callable[[int], None]) -> None:
+    """Calls `work` with each rank on a thread of its own."""
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
 
 
 def environment(more: dict[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ import ostinato as ost
 from ostinato.distributed import launch, new_group_id, open_group
 from ostinato.errors import NotAvailableError, RankLostError
 from ostinato.models import TextGenerator
-from tests.distributed.starting import ROOT, environment
+from tests.distributed.starting import ROOT, environment, free_port, on_threads
 from tests.models.model_files import CONFIG, write_gguf
 
 EXAMPLE = str(ROOT / "examples" / "generate_ranks.py")
@@ -42,12 +42,6 @@ def answer(tiny: str) -> str:
 
 def options(tiny: str) -> list[str]:
     return [PROMPT, "--host", "--model", tiny, "--max-tokens", str(TOKENS)]
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def torchrun(rank: int, port: str) -> dict[str, str]:
@@ -91,7 +85,7 @@ SCRIPT = ["sh", "-c", '"$@"; exit $?', "script"]
 def test_the_example_in_a_launchers_environment(
     launcher: Callable[[int, str], dict[str, str]], between: list[str], tiny: str, answer: str
 ) -> None:
-    port = free_port()
+    port = str(free_port())
     # What listens at the launcher's own port is none of ours.
     with socket.create_server(("127.0.0.1", int(port))):
         ranks = [
@@ -170,11 +164,7 @@ def test_rays_worker_without_ray(tiny: str, answer: str) -> None:
         finally:
             worker.close()
 
-    threads = [threading.Thread(target=actor, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    on_threads(2, actor)
     assert found == {0: answer, 1: (answer, "rank 0 has left the group")}
 
 

@@ -45,6 +45,8 @@ from tests.distributed.starting import (
     MOMENTS,
     environment,
     finish,
+    free_port,
+    on_threads,
     ranks,
     require_typed_errors,
     start,
@@ -54,6 +56,11 @@ from tests.distributed.starting import (
 FAULTS = ("kill", "stop", "raise", "key", "build")
 QUICK = {"kill": "loop", "raise": "prompt"}
 """A moment at which each is quick.  Ranks that differ are shown with threads in `make test`."""
+
+
+def of_torchrun(rank: int, port: int, size: int = 3) -> dict[str, str]:
+    told = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    return told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def test_processes_decode_together() -> None:
@@ -86,9 +93,9 @@ def test_a_fault_of_one_rank_is_a_typed_error_on_the_others(fault: str, moment: 
 def test_a_fault_of_the_rank_with_the_hub(fault: str, moment: str) -> None:
     """As torchrun starts them: the hub is in rank 0."""
     deadline = "6" if waits(fault, moment) else "60"
-    environ = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
+    port = free_port()
     started = [
-        start("host", deadline, told, environ={**environ, "RANK": str(rank)})
+        start("host", deadline, told, environ=of_torchrun(rank, port))
         for rank, told in enumerate((f"{fault} {moment}", "", ""))
     ]
     others = [finish(process) for process in started[1:]]
@@ -107,23 +114,12 @@ def test_a_fault_of_the_rank_with_the_hub(fault: str, moment: str) -> None:
 
 def test_the_death_of_the_process_with_the_hub_is_noticed() -> None:
     """The hub of torchrun's groups is in rank 0."""
-    port = free_ports()
-    environ = [
-        {"RANK": str(r), "WORLD_SIZE": "2", "LOCAL_RANK": str(r), "MASTER_ADDR": "127.0.0.1"}
-        | {"MASTER_PORT": str(port)}
-        for r in range(2)
-    ]
-    hub = start("host", "5", "kill between", environ=environ[0])
-    other = start("host", "5", "", environ=environ[1])
+    port = free_port()
+    hub = start("host", "5", "kill between", environ=of_torchrun(0, port, 2))
+    other = start("host", "5", "", environ=of_torchrun(1, port, 2))
     code, _, err = finish(other)
     assert code == 1 and "RankLostError" in err.splitlines()[-1]
     assert finish(hub)[0] == -signal.SIGKILL
-
-
-def free_ports() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # --------------------------------------------------------------------------------- environments
@@ -240,18 +236,12 @@ def test_mpirun_on_several_hosts_needs_an_address() -> None:
 def test_jobs_on_neighbouring_ports_do_not_mix() -> None:
     """Two jobs of torchrun have the same name if none was given; the second looks at the port where
     the first one's hub is."""
-    port = free_ports()
-
-    def environ(rank: int, port: int) -> dict[str, str]:
-        return {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)} | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+    port = free_port()
 
     found: dict[str, list[bytes]] = {}
 
     def rank_thread(name: str, rank: int, port: int) -> None:
-        with open_group(deadline=60, environ=environ(rank, port)) as group:
+        with open_group(deadline=60, environ=of_torchrun(rank, port, 2)) as group:
             told = group.exchange("names", f"{name}{rank}".encode())
             found[f"{name}{rank}"] = told
 
@@ -273,11 +263,6 @@ def test_jobs_on_neighbouring_ports_do_not_mix() -> None:
     }  # fmt: skip
 
 
-def of_torchrun(rank: int, port: int) -> dict[str, str]:
-    told = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)}
-    return told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
 def of_mpirun(rank: int, port: int) -> dict[str, str]:
     told = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "3"}
     return told | {"PMIX_NAMESPACE": f"job of {port}"}
@@ -288,7 +273,7 @@ def test_ranks_have_one_group_after_the_other_and_two_at_once(
     environ: Callable[[int, int], dict[str, str]],
 ) -> None:
     """The hub of the one before is still there when the first rank comes to the next one."""
-    port, found = free_ports(), {}
+    port, found = free_port(), {}
 
     def rank_thread(rank: int) -> None:
         told = []
@@ -301,16 +286,12 @@ def test_ranks_have_one_group_after_the_other_and_two_at_once(
                     told.append(group.exchange(f"turn {turn}", b"%d" % rank))
         found[rank] = told
 
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    on_threads(3, rank_thread)
     assert found == {rank: [[b"0", b"1", b"2"]] * 10 for rank in range(3)}
 
 
 def test_a_rank_that_a_launcher_starts_twice_is_told() -> None:
-    port, both = free_ports(), []
+    port, both = free_port(), []
 
     def rank_thread(rank: int) -> None:
         with open_group(deadline=60, environ=of_torchrun(rank, port)) as group:
@@ -367,7 +348,7 @@ def test_the_hub_of_a_group_that_failed_ends_without_those_that_never_came() -> 
 def test_no_hub_is_an_error_at_the_deadline() -> None:
     begin = time.monotonic()
     with pytest.raises(RankLostError, match="found no hub"):
-        join_group(f"127.0.0.1:{free_ports()}:token", rank=0, size=2, deadline=0.3)
+        join_group(f"127.0.0.1:{free_port()}:token", rank=0, size=2, deadline=0.3)
     assert time.monotonic() - begin < 60
 
 
@@ -419,11 +400,7 @@ def test_more_than_a_message_holds_is_an_error_on_all_ranks(
         except GroupError as error:
             found.append(str(error))
 
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    on_threads(2, rank_thread)
     assert found == ["'together': all ranks' parts have more than 100 bytes together"] * 2
 
 
@@ -452,11 +429,7 @@ def test_who_waits_for_less_hears_of_the_others_in_time(
             assert isinstance(group.channel, SocketChannel)
             found[rank] = group.channel._beat_seconds
 
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    on_threads(2, rank_thread)
     assert meeting._beat == min(beat_of(one) for one in (hub, *deadlines)) == 1.0
     assert found == {r: min(beat_of(one), beat_of(hub)) for r, one in enumerate(deadlines)}
 
@@ -532,7 +505,7 @@ def test_the_last_to_leave_does_not_take_the_hubs_end_for_a_failure() -> None:
 
 def test_messages_come_in_pieces() -> None:
     data = packed({"kind": "a"}, b"12") + packed({"kind": "b"})
-    reader = Reader()
+    reader = Reader(most=2)
     found = []
     for byte in data:
         reader.feed(bytes([byte]))

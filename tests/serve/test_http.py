@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -715,18 +716,15 @@ def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
 
     late = threading.Event()
     with running(reference) as server:
-        reference.decoder.run_batch = slow  # type: ignore[method-assign]
-        try:
-            with begin(server, {**ASK, "max_tokens": 100, "stream": True}) as raw:
-                came = b""
-                while piece := raw.recv(1 << 16):
-                    came += piece
-                    if b"data: " in came:
-                        late.set()
-                    if came.endswith(b"\r\n0\r\n\r\n"):
-                        break
-        finally:
-            del reference.decoder.run_batch
+        replaced = mock.patch.object(reference.decoder, "run_batch", slow)
+        with replaced, begin(server, {**ASK, "max_tokens": 100, "stream": True}) as raw:
+            came = b""
+            while piece := raw.recv(1 << 16):
+                came += piece
+                if b"data: " in came:
+                    late.set()
+                if came.endswith(b"\r\n0\r\n\r\n"):
+                    break
         assert server.engine._ended_by[End.DEADLINE] == 1
     events = re.findall(rb"data: (.*)\n\n", came)
     assert json.loads(events[0])["choices"] and b"[DONE]" not in came
@@ -749,8 +747,7 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
         return decode(*arguments, **{**options, "count": 2})
 
     with running(reference) as server:
-        reference.decoder.run_batch = fails  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(reference.decoder, "run_batch", fails):
             stream = client(server).chat.completions.create(
                 model=MODEL,
                 messages=MESSAGES,  # type: ignore[arg-type]
@@ -761,8 +758,6 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
             with stream, failed:
                 for _ in stream:
                     begun.set()
-        finally:
-            del reference.decoder.run_batch
         body = call(server, "POST", CHAT, {**ASK, "stream": True}).body
         assert body.endswith(b"data: [DONE]\n\n")
 
@@ -844,8 +839,7 @@ def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream:
         return decode(*arguments, **options)
 
     with running(reference) as server:
-        reference.decoder.run_batch = slow  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(reference.decoder, "run_batch", slow):
             for _ in range(3):
                 with begin(server, {**ASK, "max_tokens": 100, "stream": stream}) as raw:
                     if stream:
@@ -854,8 +848,6 @@ def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream:
                     else:
                         until(lambda: server.engine._entries)
                 until(lambda: server.engine._scheduler.under_way == 0)
-        finally:
-            del reference.decoder.run_batch
         numbers = server.engine.statistics().result(SECONDS)
         assert numbers.ended["cancelled"] == 3
         assert numbers.answer_tokens < 3 * 100
@@ -975,21 +967,17 @@ def test_a_second_ctrl_c_ends_it_at_once(reference: TextGenerator) -> None:
         time.sleep(0.02)
         return decode(*arguments, **{**options, "count": 1})
 
-    with running(reference) as server:
-        reference.decoder.run_batch = slow  # type: ignore[method-assign]
-        try:
-            asked = {**ASK, "max_tokens": 100, "stream": True}
-            raws = [begin(server, asked) for _ in range(12)]
-            until(lambda: server.engine._scheduler.under_way == 12)
-            server._uvicorn.handle_exit(signal.SIGINT, None)
-            server._uvicorn.handle_exit(signal.SIGINT, None)
-            for raw in raws:
-                with raw, suppress(ConnectionError):
-                    while raw.recv(1 << 16):
-                        pass
-            until(lambda: not server.engine._entries)
-        finally:
-            del reference.decoder.run_batch
+    with running(reference) as server, mock.patch.object(reference.decoder, "run_batch", slow):
+        asked = {**ASK, "max_tokens": 100, "stream": True}
+        raws = [begin(server, asked) for _ in range(12)]
+        until(lambda: server.engine._scheduler.under_way == 12)
+        server._uvicorn.handle_exit(signal.SIGINT, None)
+        server._uvicorn.handle_exit(signal.SIGINT, None)
+        for raw in raws:
+            with raw, suppress(ConnectionError):
+                while raw.recv(1 << 16):
+                    pass
+        until(lambda: not server.engine._entries)
     assert server.engine._ended_by[End.CANCELLED] >= 8, "it waits for the answers"
 
 

@@ -88,9 +88,10 @@ def _told(failure: Failure) -> dict[str, Any]:
 
 
 class Reader:
-    """The received bytes, split into messages.  `most`: largest payload in bytes."""
+    """The received bytes, split into messages.  `most`: largest payload in bytes; the first message
+    of a connection has none."""
 
-    def __init__(self, most: int = _MOST_PAYLOAD) -> None:
+    def __init__(self, most: int = 0) -> None:
         self.most = most
         self._data = bytearray()
 
@@ -122,7 +123,7 @@ class Reader:
 @dataclass(eq=False)
 class _Connection:
     socket: socket.socket
-    reader: Reader = field(default_factory=lambda: Reader(0))  # until it is a rank's
+    reader: Reader = field(default_factory=Reader)
     out: bytearray = field(default_factory=bytearray)
     rank: int | None = None
     heard: float = 0.0
@@ -574,7 +575,7 @@ def connect(
 def _answered(connection: socket.socket) -> tuple[dict[str, Any], Reader]:
     """Reads the hub's answer; returns it with the reader, which may hold more than the answer.
     Raises OSError, and ValueError for the answer of another service."""
-    reader = Reader(0)
+    reader = Reader()
     while (message := reader.next()) is None:
         data = connection.recv(1 << 16)
         if not data:
