@@ -151,13 +151,9 @@ class Others(Protocol):
         """Frees the contestants' memory.  Idempotent."""
 
 
-class OpenOthers(Protocol):
-    """A function that opens contestants for a model, with `positions` positions of a sequence.
-    `path`: the model's file, if there is one.  `left()`: seconds left of the comparison."""
-
-    def __call__(
-        self, config: LlamaConfig, path: Path | None, positions: int, left: Callable[[], float]
-    ) -> Others: ...
+OpenOthers = Callable[[LlamaConfig, Path | None, int, Callable[[], float]], Others]
+"""Opens contestants for a model: its config, its file if there is one, the positions of a sequence,
+and a function that returns the seconds left of the comparison."""
 
 
 def measure(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -113,30 +113,20 @@ class RandomCheckpoint(Checkpoint):
         """Implements `Checkpoint.load`, on all cores at least, since memory is the bottleneck."""
         threads = max(whole(threads, "threads", 1), os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(lambda piece: self._fill_piece(*piece), _pieces(into)):
-                pass
-
-    def _fill_piece(self, name: str, start: int, out: npt.NDArray[Any], vector: bool) -> None:
-        """Fills a flat array with the values of a tensor from `start` on."""
-        place = zlib.crc32(name.encode())
-        if vector:
-            rng = np.random.default_rng((_SEED, place))
-            out[...] = rng.uniform(0.5, 1.5, out.shape)
-            return
-        block = self._halves if out.dtype == np.uint16 else self._floats
-        _fill_around(out, block, place + start)
-
-
-def _pieces(
-    into: Mapping[str, npt.NDArray[Any]],
-) -> Iterator[tuple[str, int, npt.NDArray[Any], bool]]:
-    for name, array in into.items():
-        flat = array.reshape(-1)
-        if array.ndim == 1:
-            yield name, 0, flat, True
-            continue
-        for start in range(0, flat.size, _PIECE):
-            yield name, start, flat[start : start + _PIECE], False
+            pieces = []
+            for name, array in into.items():
+                place = zlib.crc32(name.encode())
+                if array.ndim == 1:
+                    rng = np.random.default_rng((_SEED, place))
+                    array[...] = rng.uniform(0.5, 1.5, array.shape)
+                    continue
+                block = self._halves if array.dtype == np.uint16 else self._floats
+                flat = array.reshape(-1)
+                for at in range(0, flat.size, _PIECE):
+                    piece = flat[at : at + _PIECE]
+                    pieces.append(pool.submit(_fill_around, piece, block, place + at))
+            for filled in pieces:
+                filled.result()
 
 
 class PackedCheckpoint(StoredCheckpoint):

@@ -31,13 +31,12 @@ from pathlib import Path
 
 from ostinato.distributed.channel import local_channels
 from ostinato.distributed.group import Group, checked_deadline
-from ostinato.distributed.sockets import Hub, HubAddress, connect
+from ostinato.distributed.sockets import LOOPBACK, Hub, HubAddress, connect
 from ostinato.errors import InputError, NotAvailableError, RankLostError
 from ostinato.lowlevel import whole_number
 from ostinato.settings import group_of_process
 
 _PORTS = 16  # ports tried after a launcher's own
-_LOOPBACK = "127.0.0.1"
 _ADDRESS_ADVICE = (
     "set MASTER_ADDR and MASTER_PORT on all of them (mpirun -x MASTER_ADDR=… -x MASTER_PORT=…)"
 )
@@ -207,13 +206,13 @@ def open_group(*, deadline: float | None = None, environ: Mapping[str, str] | No
     hub = None
     if place.rank == 0:
         hub = _hub_at(place.host, ports, place.size, token, seconds)
-        addresses = [HubAddress(_LOOPBACK, hub.port, token)]
+        addresses = [HubAddress(LOOPBACK, hub.port, token)]
     else:
         addresses = [HubAddress(place.host, port, token) for port in ports]
     return _joined(addresses, place.rank, place.size, seconds, hub)
 
 
-def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = None) -> str:
+def new_group_id(size: int, *, host: str = LOOPBACK, deadline: float | None = None) -> str:
     """Returns a new group's id, for `join_group` in each of its processes; the text is a secret.
 
     The calling process runs the group's hub and must live as long as the group; it need not be a
@@ -224,8 +223,7 @@ def new_group_id(size: int, *, host: str = _LOOPBACK, deadline: float | None = N
     if ranks is None or ranks < 1:
         raise InputError(f"size is {size!r}, must be 1 rank or more")
     token = secrets.token_hex(16)
-    listen = _LOOPBACK if host in (_LOOPBACK, "localhost") else ""
-    hub = Hub(ranks, host=listen, port=0, token=token, deadline=checked_deadline(deadline))
+    hub = Hub(ranks, host=host, port=0, token=token, deadline=checked_deadline(deadline))
     address = str(HubAddress(host, hub.port, token))
     _hubs[address] = hub
     return address
@@ -273,12 +271,10 @@ def _joined(
 
 
 def _hub_at(host: str, ports: range, size: int, token: str, deadline: float) -> Hub:
-    """Returns a hub at the first free port; it listens on loopback only if the ranks are to use
-    that."""
-    listen = _LOOPBACK if host in (_LOOPBACK, "localhost") else ""
+    """Returns a hub at the first free port."""
     for port in ports:
         with suppress(OSError):
-            return Hub(size, host=listen, port=port, token=token, deadline=deadline)
+            return Hub(size, host=host, port=port, token=token, deadline=deadline)
     raise NotAvailableError(f"no port from {ports[0]} to {ports[-1]} is free for the group's hub")
 
 
@@ -288,8 +284,8 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
     path = _meeting_file(place)
     if place.rank == 0:
         token = secrets.token_hex(16)
-        hub = Hub(place.size, host=_LOOPBACK, port=0, token=token, deadline=deadline)
-        address = HubAddress(_LOOPBACK, hub.port, token)
+        hub = Hub(place.size, host=LOOPBACK, port=0, token=token, deadline=deadline)
+        address = HubAddress(LOOPBACK, hub.port, token)
         try:
             with suppress(FileNotFoundError):
                 path.unlink()

@@ -38,6 +38,7 @@ from ostinato.lowlevel import new_lock
 
 _LENGTHS = struct.Struct("!4sIQ")  # magic, bytes of the head, bytes of the payload
 _MAGIC = b"ost1"
+LOOPBACK = "127.0.0.1"
 _MOST_HEAD = 1 << 16
 _MOST_PAYLOAD = 1 << 31
 _MOST_WHERE = 500  # characters
@@ -133,6 +134,8 @@ class _Connection:
 class Hub:
     """The meeting point of a group's ranks: one thread in the process that makes the group's id.
 
+    `host`: the address of this machine at which the ranks reach it; only a loopback address keeps
+    other machines out.
     Ends when all ranks have left, or with `close`.  After a failure, ends once the connected ranks
     have left and a deadline has passed, within which late ranks still get the failure.
     """
@@ -147,7 +150,8 @@ class Hub:
         self._failure: Failure | None = None
         self._failed = 0.0  # time of the failure
         self._selector = selectors.DefaultSelector()
-        self._listening = socket.create_server((host, port), backlog=max(16, size))
+        listen = LOOPBACK if host in (LOOPBACK, "localhost") else ""
+        self._listening = socket.create_server((listen, port), backlog=max(16, size))
         self._listening.setblocking(False)
         self._selector.register(self._listening, selectors.EVENT_READ)
         self._stop = False

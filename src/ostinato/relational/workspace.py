@@ -33,17 +33,13 @@ def require_no_capture(stream: Stream) -> None:
 class Workspace:
     """Scratch memory of one joiner, which grows by powers of two.
 
-    `table` is all zeros between joins.
+    The hash table is all zeros between joins.
     """
 
     def __init__(self, device: Device, stream: Stream) -> None:
         self._device, self._stream = device, stream
         self._slots = self._right = self._left = 0
-        self.table: Buffer | None = None
-        self._build: Buffer | None = None
-        self._found: Buffer | None = None
-        self._offsets: Buffer | None = None
-        self._level_sums: Buffer | None = None
+        self._buffers: dict[str, tuple[Buffer, ...]] = {"table": (), "build": (), "probe": ()}
         self.growths = 0
         """Number of allocations."""
         # Addresses for the parameter block.
@@ -52,11 +48,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._all())
-
-    def _all(self) -> list[Buffer]:
-        every = (self.table, self._build, self._found, self._offsets, self._level_sums)
-        return [buffer for buffer in every if buffer is not None]
+        return sum(buffer.nbytes for held in self._buffers.values() for buffer in held)
 
     def reserve(self, slots: int, right: int, probe: int, scan: ScanTopology | None) -> None:
         """Reserves a hash table of `slots` slots, memory to build an index of `right` right rows,
@@ -68,13 +60,18 @@ class Workspace:
         if probe > self._left and scan is not None:
             self._reserve_probe(probe, scan)
 
+    def _replace(self, use: str, *buffers: Buffer) -> tuple[Buffer, ...]:
+        """Sets the buffers of one use; returns those before."""
+        self.growths += 1
+        old, self._buffers[use] = self._buffers[use], buffers
+        return old
+
     def _reserve_table(self, slots: int) -> None:
         require_no_capture(self._stream)
         table = self._device.empty(slots * SLOT.itemsize, "bytes")
         fill(self._stream, table, 0)
         with uninterrupted:
-            self.growths += 1
-            old, self.table = self.table, table
+            old = self._replace("table", table)
             self.slots = table.address
             self._slots = slots
         _close(old)
@@ -84,8 +81,7 @@ class Workspace:
         capacity = capacity_class(rows)
         build = self._device.empty((3, capacity), np.uint32)
         with uninterrupted:
-            self.growths += 1
-            old, self._build = self._build, build
+            old = self._replace("build", build)
             self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
             self._right = capacity
         _close(old)
@@ -97,28 +93,25 @@ class Workspace:
         found = self._device.empty(probe, np.uint32)
         offsets = self._device.empty(probe, np.uint32)
         with uninterrupted:
-            self.growths += 1
-            old = self._found, self._offsets, self._level_sums
-            self._found, self._offsets, self._level_sums = found, offsets, sums
+            old = self._replace("probe", found, offsets, sums)
             self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
             self._left = probe
-        _close(*old)
+        _close(old)
 
     def clean(self) -> None:
         """Clears the table after a join that may not have finished."""
-        if self.table is not None:
-            fill(self._stream, self.table, 0)
+        for table in self._buffers["table"]:
+            fill(self._stream, table, 0)
 
     def close(self) -> None:
-        for buffer in self._all():
-            buffer.close()
+        for held in self._buffers.values():
+            _close(held)
 
 
-def _close(*buffers: Buffer | None) -> None:
-    """Frees memory that was replaced, once the joins under way are done."""
+def _close(buffers: tuple[Buffer, ...]) -> None:
+    """Frees memory once the joins under way are done."""
     for buffer in buffers:
-        if buffer is not None:
-            buffer.close()
+        buffer.close()
 
 
 class Lease:
