@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,6 +94,7 @@ def findings() -> dict[str, Any]:
     """Returns the report as plain data.  Does not raise for anything that is missing."""
     from ostinato.driver import launcher
     from ostinato.models.host import packed_kernels
+    from ostinato.modules.compiler import toolchain
 
     return {
         "ostinato": {
@@ -102,7 +104,7 @@ def findings() -> dict[str, Any]:
             "processors": os.cpu_count(),
             "replay call": launcher.description(),
             "CPU kernels": packed_kernels.description(),
-            "CUDA compiler": _compiler(),
+            "CUDA compiler": _loaded(toolchain.library, "not available"),
         },
         "ranks": _ranks(),
         "cuda": _device("cuda:0"),
@@ -115,11 +117,15 @@ def findings() -> dict[str, Any]:
 
 def _device(name: str) -> dict[str, Any] | str:
     from ostinato.device import open_device
+    from ostinato.driver.cuda.blas import load_cublaslt
 
     try:
         with open_device(name) as device:
             properties, can = device.properties, device.capabilities
             free, total = device.memory_info()
+            products = "not needed"
+            if device.driver.cuda_context is not None:
+                products = _loaded(load_cublaslt, "not used")
             return {
                 "name": properties.name,
                 "driver": properties.driver_version,
@@ -131,7 +137,7 @@ def _device(name: str) -> dict[str, Any] | str:
                 "programmatic": _yes(can.programmatic_launch),
                 "clusters": _yes(can.clusters),
                 "kernels in": can.source_language,
-                "cuBLASLt": _library() if device.driver.cuda_context is not None else "not needed",
+                "cuBLASLt": products,
                 "lacks": "; ".join([*can.lacks, *_unfit(properties.driver_version)]) or "nothing",
             }
     except OstinatoError as error:
@@ -199,14 +205,12 @@ def _launcher() -> str:
     return f"{place.launcher}: rank {place.rank} of {place.size}{where}"
 
 
-def _compiler() -> str:
-    """Describes NVRTC, which compiles kernels, or why it is not available."""
-    from ostinato.modules.compiler import toolchain
-
+def _loaded(load: Callable[[], object], otherwise: str) -> str:
+    """Describes a library, or why it is not there, after the words `otherwise`."""
     try:
-        return str(toolchain.library())
+        return str(load())
     except OstinatoError as error:
-        return f"not available: {error}"
+        return f"{otherwise}: {error}"
 
 
 def _unfit(driver_version: str) -> list[str]:
@@ -226,16 +230,6 @@ def _unfit(driver_version: str) -> list[str]:
         f"loading what NVRTC {major}.{minor} compiles (from CUDA {major}.0): update the driver, or "
         f'pip install "ostinato[cuda{driver}]"'
     ]
-
-
-def _library() -> str:
-    """Describes the library for products of prompts and large batches, or why it is not used."""
-    from ostinato.driver.cuda.blas import load_cublaslt
-
-    try:
-        return str(load_cublaslt())
-    except OstinatoError as error:
-        return f"not used: {error}"
 
 
 def _yes(value: bool) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -158,6 +158,15 @@ class Collectives(Closeable, ABC):
         return math.prod(one.shape)
 
 
+def summed(parts: Sequence[Floats]) -> Floats:
+    """Returns the sum of the ranks' values, added in the order of ranks."""
+    total = parts[0].copy()
+    with np.errstate(all="ignore"):
+        for part in parts[1:]:
+            total += part
+    return total
+
+
 def bytes_of(nbytes: int, kind: int) -> str:
     """Describes bytes of a dtype.  `kind`: the code of the dtype's letter, which may be one that
     NumPy lacks and another library adds (bfloat16 of ml_dtypes is "E")."""
@@ -227,13 +236,7 @@ class HostCollectives(Collectives):
 
     def _sum(self, label: str, values: Floats) -> Floats | None:
         parts = self._parts(f"{label} of {values.size} float32", values.tobytes())
-        if parts is None:
-            return None
-        total = np.frombuffer(parts[0], np.float32).copy()
-        with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                total += np.frombuffer(part, np.float32)
-        return total
+        return None if parts is None else summed([np.frombuffer(p, np.float32) for p in parts])
 
     def _kernels(self) -> dict[str, HostKernel]:
         """Returns the kernels, bound to this rank's group; they hold no reference to the device."""

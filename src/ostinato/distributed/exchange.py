@@ -39,7 +39,7 @@ from ostinato import (
     host_kernel,
     prepare,
 )
-from ostinato.distributed.collectives import Collectives, Gathered, remembered
+from ostinato.distributed.collectives import Collectives, Gathered, remembered, summed
 from ostinato.distributed.group import Group
 from ostinato.errors import NotAvailableError, OstinatoError
 from ostinato.modules import CompileOptions
@@ -453,27 +453,20 @@ def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
             group.note_progress()
         return found
 
-    def total(parts: list[Any]) -> Any:
-        summed = parts[0].copy()
-        with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                summed += part
-        return summed
-
     @host_kernel(_SIGNATURES["exchange_accumulate"])
     def exchange_accumulate(
         launch: Any, order: Any, target: Any, partial: Any, table: Words, count: int, rank: int
     ) -> None:
-        summed = total(exchanged(launch, table, partial[:count], rank))
+        total = summed(exchanged(launch, table, partial[:count], rank))
         with np.errstate(all="ignore"):
-            target[:count] += summed
+            target[:count] += total
         partial[:count] = 0
 
     @host_kernel(_SIGNATURES["exchange_reduce"])
     def exchange_reduce(
         launch: Any, order: Any, source: Any, out: Any, table: Words, count: int, rank: int
     ) -> None:
-        out[:count] = total(exchanged(launch, table, source[:count], rank))
+        out[:count] = summed(exchanged(launch, table, source[:count], rank))
 
     @host_kernel(_SIGNATURES["exchange_gather"])
     def exchange_gather(

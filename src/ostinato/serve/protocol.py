@@ -509,7 +509,7 @@ def answer_object(
         said: dict[str, Any] = {"text": text}
         if kind == "chat":
             said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        listed.append({"index": index, **said, "logprobs": None, "finish_reason": end.value})
+        listed.append(_choice(index, said, end))
     return {**head, "object": _OBJECTS[kind][0], "choices": listed, "usage": dict(usage)}
 
 
@@ -527,13 +527,12 @@ def chunk_object(
     if kind == "chat":
         delta = {"role": "assistant", "content": text} if first else {"content": text}
         said = {"delta": delta if text or first else {}}
-    choice = {
-        "index": index,
-        **said,
-        "logprobs": None,
-        "finish_reason": None if end is None else end.value,
-    }
-    return {**head, "object": _OBJECTS[kind][1], "choices": [choice]}
+    return {**head, "object": _OBJECTS[kind][1], "choices": [_choice(index, said, end)]}
+
+
+def _choice(index: int, said: Mapping[str, Any], end: End | None) -> dict[str, Any]:
+    reason = None if end is None else end.value
+    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
 
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}
