@@ -622,17 +622,11 @@ def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
             hold.wait(SECONDS)
         return decode(*arguments, **options)
 
-    with running(reference, queue=1) as server:
+    asked = {**ASK, "max_tokens": 5, "temperature": 0}
+    with running(reference, queue=1) as server, ThreadPoolExecutor(5) as pool:
         reference.decoder.run_batch = held  # type: ignore[method-assign]
         try:
-            replies: list[Reply] = []
-            asked = {**ASK, "max_tokens": 5, "temperature": 0}
-            threads = [
-                threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, asked)))
-                for _ in range(5)
-            ]
-            for thread in threads:
-                thread.start()
+            answers = [pool.submit(call, server, "POST", CHAT, asked) for _ in range(5)]
             until(lambda: server.engine._scheduler.under_way == 5)
             with pytest.raises(openai.RateLimitError, match="the server is full"):
                 client(server).chat.completions.create(model=MODEL, messages=MESSAGES)  # type: ignore[arg-type]
@@ -640,8 +634,7 @@ def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
             check(reply, 429, "the server is full")
             assert reply.headers["retry-after"] == "1" and reply.error["code"] == "queue_full"
             hold.set()
-            for thread in threads:
-                thread.join(SECONDS)
+            replies = [answer.result(SECONDS) for answer in answers]
         finally:
             hold.set()
             del reference.decoder.run_batch
@@ -674,24 +667,16 @@ def test_a_full_server_refuses_before_a_prompt_is_made_into_tokens(
         return encode(*arguments, **options)
 
     monkeypatch.setattr(reference, "encode", held)
-    with running(reference, queue=1) as server:
-        replies: list[Reply] = []
-        asked = {**ASK, "max_tokens": 5, "temperature": 0}
-        threads = [
-            threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, asked)))
-            for _ in range(4)
-        ]
+    asked = {**ASK, "max_tokens": 5, "temperature": 0}
+    with running(reference, queue=1) as server, ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(call, server, "POST", CHAT, asked) for _ in range(4)]
         try:
-            for thread in threads:
-                thread.start()
             until(lambda: len(at_it) == 4)
             check(call(server, "POST", CHAT, {**asked, "n": 2}), 429, "the server is full")
             assert len(at_it) == 4
         finally:
             hold.set()
-            for thread in threads:
-                thread.join(SECONDS)
-        assert [reply.status for reply in replies] == [200] * 4
+        assert [answer.result(SECONDS).status for answer in answers] == [200] * 4
         assert server.engine.statistics().result(SECONDS).refused["full"] == 2
         assert call(server, "POST", CHAT, asked).status == 200
 

@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import ostinato as ost
@@ -92,7 +92,8 @@ class Result:
     skipped: Mapping[str, str]
 
     def to_dict(self) -> dict[str, object]:
-        return {"schema": SCHEMA, **asdict(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"schema": SCHEMA, **values}
 
     def write(self, folder: Path) -> Path:
         """Writes the file, whole or not at all, makes the folder if needed, and returns the file's

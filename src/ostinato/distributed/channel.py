@@ -123,9 +123,9 @@ class Exchanges:
         del self._open[key]
         return [exchange.parts[one] for one in range(self.size)]
 
-    def under_way(self) -> list[tuple[str, int]]:
-        """Returns lane and number of each open exchange."""
-        return list(self._open)
+    def waited_for(self) -> list[int]:
+        """Returns the ranks that have not sent their part to some open exchange."""
+        return sorted({rank for key in self._open for rank in self.missing(*key)})
 
     def missing(self, lane: str, number: int) -> list[int]:
         """Returns the ranks that have not sent their part."""

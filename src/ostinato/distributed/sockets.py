@@ -258,7 +258,7 @@ class Hub:
             self._left.add(connection.rank)
             self._drop(connection)
             if self._failure is None:
-                self._look_for_left(self._waited_for())
+                self._look_for_left(self._exchanges.waited_for())
 
     def _welcome(self, connection: _Connection, head: dict[str, Any]) -> None:
         token, rank, size = str(head["token"]), int(head["rank"]), int(head["size"])
@@ -279,15 +279,6 @@ class Hub:
         self._send(connection, packed({"kind": "welcome", "deadline": self._deadline}))
         if self._failure is not None:
             self._send(connection, packed(_told(self._failure)))
-
-    def _waited_for(self) -> list[int]:
-        return sorted(
-            {
-                rank
-                for lane, number in self._exchanges.under_way()
-                for rank in self._exchanges.missing(lane, number)
-            }
-        )
 
     def _look_for_left(self, missing: list[int]) -> None:
         gone = [rank for rank in missing if rank in self._left]

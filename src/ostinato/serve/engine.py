@@ -108,7 +108,6 @@ class Timing:
     first: float | None
     over: float
     tokens: int
-    end: End
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,7 +553,7 @@ class ServingEngine(Closeable):
         self._ended_by[end] += 1
         began = entry.began
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
-        timing = Timing(placed, first, time.monotonic() - began, entry.tokens, end)
+        timing = Timing(placed, first, time.monotonic() - began, entry.tokens)
         self._note(number, entry, Update(cached=entry.cached, end=end, words=words), True)
         listener, update = self._updates[number]
 
