@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ostinato.cli.arguments import (
-    TensorParallel,
-    expanded,
-    finite,
-    ready_file,
-    ready_folder,
-)
+from ostinato.cli.arguments import TensorParallel, expanded, finite, ready_file, ready_folder
 from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import plain, say
 from ostinato.cli.progress import fetched

@@ -8,19 +8,8 @@ The algorithm, its costs and limits are in docs/relational.md.
 """
 
 from ostinato.relational.columns import KeyColumns
-from ostinato.relational.joiner import (
-    Joiner,
-    JoinIndex,
-    PendingJoin,
-    build_index,
-    hash_join,
-)
-from ostinato.relational.keys import (
-    IndexKey,
-    JoinKey,
-    ScanTopology,
-    scan_topology,
-)
+from ostinato.relational.joiner import Joiner, JoinIndex, PendingJoin, build_index, hash_join
+from ostinato.relational.keys import IndexKey, JoinKey, ScanTopology, scan_topology
 from ostinato.relational.results import JoinResult, JoinStatistics
 
 __all__ = [
