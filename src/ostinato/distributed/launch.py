@@ -287,8 +287,7 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
         hub = Hub(place.size, host=LOOPBACK, port=0, token=token, deadline=deadline)
         address = HubAddress(LOOPBACK, hub.port, token)
         try:
-            with suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(handle, "w") as file:
                 file.write(f"{address}\n")
@@ -301,8 +300,7 @@ def _meet_by_file(place: Place, deadline: float) -> Group:
         try:
             return _joined([address], 0, place.size, deadline, hub, path)
         finally:
-            with suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink(missing_ok=True)
     end = time.monotonic() + deadline
     while True:
         with suppress(OSError), path.open() as file:
