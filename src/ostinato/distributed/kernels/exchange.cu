@@ -49,7 +49,7 @@ struct Exchange {
     u32 rank, first, wanted, epoch;
     u32 values[RANKS][2];
 
-    // Reads the table, which never changes, and then waits for the previous kernel.
+    // May run before the wait: the table never changes.
     DEVICE Exchange(const u64* table, u32 count, u32 rank)
         : rank(rank),
           first(2 * (blockIdx.x * THREADS + threadIdx.x)),
@@ -58,8 +58,6 @@ struct Exchange {
         for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(table[r]);
         lost = reinterpret_cast<const u32*>(table[RANKS]);
         own = reinterpret_cast<u64*>(table[RANKS + 1]);
-        wait_for_previous();
-        start_next();
     }
     DEVICE u32* counter() const { return reinterpret_cast<u32*>(own) + blockIdx.x; }
 
@@ -86,6 +84,8 @@ KERNEL __launch_bounds__(THREADS)
     exchange_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
                         u32 rank) {
     Exchange exchange(table, count, rank);
+    wait_for_previous();
+    start_next();
     const u32 first = exchange.first, wanted = exchange.wanted;
     float own[2] = {}, before[2] = {};
 #pragma unroll
@@ -109,6 +109,8 @@ KERNEL __launch_bounds__(THREADS)
     exchange_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
                     u32 rank) {
     Exchange exchange(table, count, rank);
+    wait_for_previous();
+    start_next();
     const u32 first = exchange.first, wanted = exchange.wanted;
     float own[2] = {};
 #pragma unroll
@@ -126,6 +128,8 @@ KERNEL __launch_bounds__(THREADS)
     exchange_gather(u32* order, const u32* source, u32* out, const u64* table, u32 count, u32 width,
                     u32 rank) {
     Exchange exchange(table, count, rank);
+    wait_for_previous();
+    start_next();
     const u32 first = exchange.first, wanted = exchange.wanted;
     u32 own[2] = {};
 #pragma unroll
