@@ -14,8 +14,6 @@ from ostinato.modules.nvrtc import Toolchain
 from tests import sources
 from tests.kernel_checks import (
     ARCHITECTURES,
-    MODELS,
-    OF_WARPGROUPS,
     SMALL_ARCHITECTURES,
     KernelCheck,
     check,
@@ -27,22 +25,29 @@ from tests.modules.cubin_loader import needs_nvrtc
 pytestmark = needs_nvrtc()
 
 
+CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
+
+
+def of_each_file() -> list[KernelCheck]:
+    """One check of each file, and of what its macros leave out."""
+    found: dict[object, KernelCheck] = {}
+    for one in CHECKS:
+        defines = dict(one.options.defines)
+        found.setdefault((one.source.name, *map(defines.get, ("PACKED", "PANELS", "RANKS"))), one)
+    return list(found.values())
+
+
+ONCE = of_each_file()
+
+
 def quick(wanted: KernelCheck, arch: str) -> bool:
-    """Each file once: of the models, the one whose sizes are odd; of the packed weights, those with
-    offsets for a row and for 8, those without for 64 and in panels."""
     if arch in SMALL_ARCHITECTURES:
         return arch == "sm_86" and wanted.name.startswith(SMALL_ONCE)
-    if wanted.name.startswith("packed-"):
-        many = "-64" in wanted.name or wanted.name.endswith("-32-panels")
-        if many != ("Q6_K" in wanted.name) or wanted.name.endswith("-8-panels"):
-            return False
-    return arch == "sm_90" and not wanted.name.startswith(REAL_MODELS)
+    return arch == "sm_90" and wanted in ONCE
 
 
 SMALL_ONCE = tuple(f"small odd-bf16-{n}-" for n in (0, 1, 2, 4, 5, 9, 10, 11))
 """The first of each file."""
-REAL_MODELS = tuple(name for name in (*MODELS, *OF_WARPGROUPS) if name != "odd")
-CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
 
 
 @pytest.mark.parametrize(
@@ -82,22 +87,13 @@ def oldest_compiler() -> str:
     return found[0]
 
 
-def of_each_file() -> list[KernelCheck]:
-    """One check of each file, and of what its macros leave out."""
-    found: dict[object, KernelCheck] = {}
-    for one in CHECKS:
-        defines = dict(one.options.defines)
-        found.setdefault((one.source.name, *map(defines.get, ("PACKED", "PANELS", "RANKS"))), one)
-    return list(found.values())
-
-
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_oldest_compiler_takes_them(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_the_oldest_compiler_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """It judges templates that nothing uses, which later ones do not."""
     path = oldest_compiler()
     monkeypatch.setattr(compiler, "toolchain", Toolchain(lambda: path, lambda: None))
     assert compiler.toolchain.library().version < (13, 0)
-    for wanted in CHECKS if every else of_each_file():
+    for wanted in CHECKS:
         options = replace(wanted.options, arch=wanted.options.arch or "sm_90")
         compiler.compile_plan(compiler.plan_compilation(wanted.source, options, (0, 0)))
 

@@ -13,6 +13,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import InputError
+from ostinato.step import graphed_step
 from tests.footguns.common import Rows, count_step
 from tests.sources import config, kernel
 
@@ -303,17 +304,20 @@ def test_other_buckets_are_other_graphs(device: Device) -> None:
     assert step.key(n=3) != before
 
 
-def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(host_device: Device) -> None:
+def test_a_step_forgets_sizes_that_it_has_not_seen_for_long(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphed_step, "_REMEMBERED", 256)
     x = host_device.zeros(1, np.int32)
     step = count_step(host_device, x, ost.GraphCache(host_device), 1, graphs=False)
     step.run = lambda stream, sizes: None
     tracemalloc.start()
     try:
-        for n in range(5_000):
+        for n in range(300):
             step(n=n)
         first = tracemalloc.get_traced_memory()[0]
-        for n in range(5_000, 10_000):
+        for n in range(300, 1200):
             step(n=n)
-        assert tracemalloc.get_traced_memory()[0] < first + (1 << 20)
+        assert tracemalloc.get_traced_memory()[0] < first + (1 << 16)
     finally:
         tracemalloc.stop()

@@ -435,7 +435,9 @@ def test_a_graph_that_is_refused_after_others_have_written_ends_it(
     assert step(lib.array([3.0]))[2].numpy()[0] == 9.0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))]
+)
 def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make: Make) -> None:
     """Programs of writes, waits, branches, loops and exceptions: equal to eager in every call."""
     draw = random.Random(seed)
