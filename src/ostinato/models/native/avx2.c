@@ -17,7 +17,6 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
 #define NAME "avx2"
 #include "lanes_avx2.h"
 #include "kernels.h"

@@ -18,7 +18,6 @@
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
 #define NAME "avx512"
 #include "lanes_avx512.h"
 #include "kernels.h"

@@ -66,12 +66,19 @@ INLINE void k_scales(const uint8_t *block, float *out)
 }
 
 /* NAME_values unpacks thirty-two values, part `sub` of block `i` of a group, with the same bits as
- * `models.dequantise`. */
+ * `models.files.dequantise`. */
 
-#define NOTHING_TO_GATHER(NAME)                                                                    \
+/* The scales are read from the block itself. */
+#define NOTHING_TO_GATHER(NAME, SET_SCALES)                                                        \
     INLINE void NAME##_gather(const uint8_t *block, uint32_t count, uint16_t *halves)              \
     {                                                                                              \
         (void)block, (void)count, (void)halves;                                                    \
+    }                                                                                              \
+    INLINE void NAME##_scales(const uint8_t *block, const uint16_t *halves, uint32_t count,        \
+                              float *out)                                                          \
+    {                                                                                              \
+        (void)block, (void)halves, (void)count, (void)out;                                         \
+        SET_SCALES;                                                                                \
     }
 #define HALVES_TO_GATHER(NAME, BYTES, EACH)                                                        \
     INLINE void NAME##_gather(const uint8_t *block, uint32_t count, uint16_t *halves)              \
@@ -86,11 +93,7 @@ INLINE void k_scales(const uint8_t *block, float *out)
     }
 
 /* Converting these scales one by one is fast enough: memory is slower. */
-NOTHING_TO_GATHER(q8_0)
-INLINE void q8_0_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
-{
-    (void)block, (void)halves, (void)count, (void)out;
-}
+NOTHING_TO_GATHER(q8_0, (void)0)
 INLINE void q8_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
                         lanes *b)
 {
@@ -118,12 +121,7 @@ INLINE void q4_1_values(const uint8_t *block, const float *scales, uint32_t i, i
     codes_of_16_bytes(codes_affine(scale, least), block + 4, a, b);
 }
 
-NOTHING_TO_GATHER(q4_k)
-INLINE void q4_k_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
-{
-    (void)halves, (void)count;
-    k_scales(block, out);
-}
+NOTHING_TO_GATHER(q4_k, k_scales(block, out))
 INLINE void q4_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
                         lanes *b)
 {
@@ -132,12 +130,7 @@ INLINE void q4_k_values(const uint8_t *block, const float *scales, uint32_t i, i
     codes_of_32_bytes(book, block + 16 + 32 * (sub / 2), sub % 2, a, b);
 }
 
-NOTHING_TO_GATHER(q5_k)
-INLINE void q5_k_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
-{
-    (void)halves, (void)count;
-    k_scales(block, out);
-}
+NOTHING_TO_GATHER(q5_k, k_scales(block, out))
 INLINE void q5_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
                         lanes *b)
 {
@@ -150,12 +143,7 @@ INLINE void q5_k_values(const uint8_t *block, const float *scales, uint32_t i, i
     *b = lanes_add(lanes_mul(bytes_second(codes), scale), offset);
 }
 
-NOTHING_TO_GATHER(q6_k)
-INLINE void q6_k_scales(const uint8_t *block, const uint16_t *halves, uint32_t count, float *out)
-{
-    (void)halves, (void)count;
-    out[0] = scalar_f16(block + 208);
-}
+NOTHING_TO_GATHER(q6_k, out[0] = scalar_f16(block + 208))
 INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
                         lanes *b)
 {
@@ -178,8 +166,6 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
 
 /* Weights come from memory.  Processors prefetch one stream of bytes, but not four rows at once: so
  * the rows after these are prefetched by instructions, as one stream. */
-#define AHEAD 2048
-
 #define BLOCKS(NAME, SUBS, BYTES)                                                                  \
     static void NAME##_unpack(const uint8_t *row, uint32_t columns, float *out)                    \
     {                                                                                              \
@@ -208,7 +194,7 @@ INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, i
         uint16_t halves[AT_A_TIME][GROUP_SCALES];                                                  \
         float scales[AT_A_TIME][GROUP_SCALES];                                                     \
         lanes sums[AT_A_TIME];                                                                     \
-        const uint8_t *next = row + (size_t)rows * row_bytes;                                  \
+        const uint8_t *next = row + (size_t)rows * row_bytes;                                      \
         for (int r = 0; r < rows; r++)                                                             \
             sums[r] = lanes_set(0.0f);                                                             \
         for (uint32_t left = columns / (32 * SUBS); left;) {                                       \

@@ -46,8 +46,9 @@ typedef struct {
     int array_count;
 } arguments;
 
-/* Begins to read a kernel's arguments.  Returns the object with the kernels, whose threads the
- * first call in a process starts; NULL with TypeError if the number of arguments is wrong. */
+/* Begins to read a kernel's arguments; raises TypeError if their number is wrong.  Returns the object
+ * with the kernels, whose threads the first call in a process starts.  After an exception `take_…`
+ * returns 0 and reads no argument, and `need…` checks nothing. */
 static Kernels *
 begin_arguments(arguments *self, PyObject *op, const char *kernel, PyObject *const *given,
                 Py_ssize_t count, Py_ssize_t wanted)
@@ -58,11 +59,10 @@ begin_arguments(arguments *self, PyObject *op, const char *kernel, PyObject *con
     self->given = given;
     self->at = 1; /* after the launch, which is not used */
     self->array_count = 0;
-    if (count == wanted + 1)
-        return kernels;
-    PyErr_Format(PyExc_TypeError, "%s takes a launch and %zd arguments, and %zd were given", kernel,
-                 wanted, count);
-    return NULL;
+    if (count != wanted + 1)
+        PyErr_Format(PyExc_TypeError, "%s takes a launch and %zd arguments, and %zd were given",
+                     kernel, wanted, count);
+    return kernels;
 }
 
 static void
@@ -75,11 +75,9 @@ end_arguments(arguments *self)
 static void *
 take_array(arguments *self, int writable)
 {
-    PyObject *given = self->given[self->at++];
     Py_buffer *array = &self->arrays[self->array_count];
-    if (PyErr_Occurred())
-        return NULL;
-    if (PyObject_GetBuffer(given, array, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+    int flags = writable ? PyBUF_WRITABLE : PyBUF_SIMPLE;
+    if (PyErr_Occurred() || PyObject_GetBuffer(self->given[self->at++], array, flags) != 0)
         return NULL;
     self->array_count++;
     return array->buf;
@@ -89,7 +87,7 @@ take_array(arguments *self, int writable)
 static void *
 take_optional(arguments *self)
 {
-    if (self->given[self->at] != Py_None || PyErr_Occurred())
+    if (PyErr_Occurred() || self->given[self->at] != Py_None)
         return take_array(self, 0);
     self->at++;
     self->arrays[self->array_count++] = (Py_buffer){0};
@@ -99,10 +97,9 @@ take_optional(arguments *self)
 static uint32_t
 take_number(arguments *self)
 {
-    PyObject *given = self->given[self->at++];
     if (PyErr_Occurred())
         return 0;
-    unsigned long long number = PyLong_AsUnsignedLongLong(given);
+    unsigned long long number = PyLong_AsUnsignedLongLong(self->given[self->at++]);
     if (number > UINT32_MAX && !PyErr_Occurred())
         PyErr_Format(PyExc_OverflowError, "%s: argument %zd does not fit 32 bits", self->kernel,
                      self->at - 1);
@@ -112,8 +109,7 @@ take_number(arguments *self)
 static float
 take_float(arguments *self)
 {
-    PyObject *given = self->given[self->at++];
-    return PyErr_Occurred() ? 0.0f : (float)PyFloat_AsDouble(given);
+    return PyErr_Occurred() ? 0.0f : (float)PyFloat_AsDouble(self->given[self->at++]);
 }
 
 /* a * b, or a number larger than any array if that overflows. */
@@ -412,8 +408,6 @@ kernels_embed(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "embed", args, count, 11);
-    if (self == NULL)
-        return NULL;
     const row *rows = take_array(&a, 0);
     const int32_t *state = take_array(&a, 0);
     row *live = take_array(&a, 1);
@@ -507,8 +501,6 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "norm_qkv_rope", args, count, 17);
-    if (self == NULL)
-        return NULL;
     const kernel_set *set = self->set;
     head_places to;
     normed_rows in = take_normed(&a);
@@ -561,8 +553,6 @@ kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "norm_qkv", args, count, 12);
-    if (self == NULL)
-        return NULL;
     normed_rows in = take_normed(&a);
     float *qkv = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
@@ -593,8 +583,6 @@ kernels_norm_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "norm_rope", args, count, 15);
-    if (self == NULL)
-        return NULL;
     const kernel_set *set = self->set;
     head_places to;
     const row *live = take_array(&a, 0);
@@ -727,8 +715,6 @@ kernels_attention(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "attention", args, count, 13);
-    if (self == NULL)
-        return NULL;
     const row *live = take_array(&a, 0);
     const float *q = take_array(&a, 0), *cache = take_array(&a, 0);
     float *attended = take_array(&a, 1);
@@ -765,8 +751,6 @@ add_product(PyObject *op, const char *name, PyObject *const *args, Py_ssize_t co
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, name, args, count, 8);
-    if (self == NULL)
-        return NULL;
     const row *live = take_array(&a, 0);
     const float *source = take_array(&a, 0);
     (void)take_array(&a, 0);
@@ -808,8 +792,6 @@ kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "norm_gate_up", args, count, 10);
-    if (self == NULL)
-        return NULL;
     normed_rows in = take_normed(&a);
     float *inner = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), width = take_number(&a);
@@ -863,8 +845,6 @@ kernels_head(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
     Kernels *self = begin_arguments(&a, op, "head", args, count, 10);
-    if (self == NULL)
-        return NULL;
     normed_rows in = take_normed(&a);
     float *logits = take_array(&a, 1), *workspace = take_array(&a, 1);
     uint32_t row_count = take_number(&a), hidden = take_number(&a), vocabulary = take_number(&a);
@@ -938,13 +918,6 @@ kernels_dealloc(PyObject *op)
 }
 
 static PyObject *
-kernels_instructions(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(((Kernels *)op)->set->name);
-}
-
-static PyObject *
 kernels_threads(PyObject *op, void *unused)
 {
     (void)unused;
@@ -960,14 +933,13 @@ static PyMethodDef kernels_methods[] = {
 };
 
 static PyGetSetDef kernels_fields[] = {
-    {"instructions", kernels_instructions, NULL, "The instruction set that is used.", NULL},
-    {"threads", kernels_threads, NULL, "How many threads work, the caller included.", NULL},
+    {"threads", kernels_threads, NULL, "The number of threads that work, the caller included.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot kernels_slots[] = {
     {Py_tp_doc, "Kernels(threads, instructions=None)\n--\n\n"
-                "The kernels of models.kernels_host on packed weights, with threads of their own.\n"
+                "The kernels of models.host.kernels on packed weights, with threads of their own.\n"
                 "\n`instructions`: one of INSTRUCTIONS; the best if None."},
     {Py_tp_new, kernels_new},
     {Py_tp_dealloc, kernels_dealloc},

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define INLINE static inline __attribute__((always_inline))
+
 /* Tensor types, with their numbers in GGUF. */
 enum kind {
     KIND_F32 = 0,

@@ -7,7 +7,6 @@
 #include <math.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
 #define NAME "neon"
 #include "lanes_neon.h"
 #include "kernels.h"

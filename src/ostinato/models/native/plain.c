@@ -9,7 +9,6 @@
 #include <math.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
 #define NAME "plain"
 #include "lanes_plain.h"
 #include "kernels.h"
