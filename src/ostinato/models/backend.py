@@ -6,7 +6,7 @@ same for every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias
@@ -30,7 +30,8 @@ LibraryRows: TypeAlias = int | Literal["auto"] | None
 result of `library_rows_for`, or None for never.  Unless None, pieces of a prompt of more than
 SAMPLED_ROWS rows always use it."""
 Resolve = Callable[[CallArgument], object]
-Buffers = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+Buffers = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+"""Shapes and dtypes of buffers, by name."""
 
 
 class BoundCall(Protocol):

@@ -224,7 +224,7 @@ class Decoder(Closeable):
                 workspace = self.backend.workspace_bytes(
                     part, sizes.buckets, sizes.context, formats=formats
                 )
-                more = dict(self.backend.buffers(part, sizes.rows, formats=formats))
+                more = self.backend.buffers(part, sizes.rows, formats=formats)
                 if sharding is not None:
                     from ostinato.models.sharding import shard_buffers
 

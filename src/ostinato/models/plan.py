@@ -7,9 +7,7 @@ are at the same place whether a batched step or a single one computed them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +15,7 @@ import numpy.typing as npt
 from ostinato import Buffer, Device, DeviceArray, PowersOfTwo, Stream, copy
 from ostinato.errors import InputError
 from ostinato.models.arguments import whole
+from ostinato.models.backend import Buffers
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.program import (
     OPTIONS,
@@ -36,16 +35,7 @@ _WHOLE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The fields of `PlanSizes`."""
-
-    rows: int
-    sequences: int
-    context: int
-    ring: int
-
-
-class PlanSizes(_Sizes):
+class PlanSizes:
     """The capacity of a decoder.
 
     `rows`: most rows of one step.  `sequences`: number of sequences.  `context`: positions of each.
@@ -53,17 +43,16 @@ class PlanSizes(_Sizes):
     also for more rows (4,096) or sequences (1,365) than device state has room for.
     """
 
-    __slots__ = ()
+    rows: int = 64
+    sequences: int = 1
+    context: int = 2048
+    ring: int = 256
 
-    def __init__(
-        self, rows: int = 64, sequences: int = 1, context: int = 2048, ring: int = 256
-    ) -> None:
-        super().__init__(
-            whole(rows, "max_rows", 1, LARGEST // ROW.itemsize),
-            whole(sequences, "sequences", 1, LARGEST // OPTIONS.itemsize),
-            whole(context, "context", 1),
-            whole(ring, "ring", 1),
-        )
+    def __post_init__(self) -> None:
+        whole(self.rows, "max_rows", 1, LARGEST // ROW.itemsize)
+        whole(self.sequences, "sequences", 1, LARGEST // OPTIONS.itemsize)
+        whole(self.context, "context", 1)
+        whole(self.ring, "ring", 1)
         if self.sequences > self.rows:
             raise InputError(
                 f"max_rows is {self.rows}, and {self.sequences} sequences are to step together: it "
@@ -134,7 +123,7 @@ class BufferPlan:
         sizes: PlanSizes,
         *,
         workspace: int,
-        more: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]] | None = None,
+        more: Buffers | None = None,
     ) -> BufferPlan:
         """Allocates all buffers for the largest step.  Raises OutOfMemoryError, InputError.
 
@@ -146,7 +135,7 @@ class BufferPlan:
         """
         c = weights.config
         f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
-        cleared: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        cleared: Buffers = {
             "live": ((sizes.rows, 4), i32),
             "x": ((sizes.rows, c.hidden), f32),
             "q": ((sizes.rows, c.heads, c.head_size), f32),

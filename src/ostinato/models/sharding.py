@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from ostinato import Buffer, Operation
 from ostinato.errors import InputError, UnsupportedModelError
-from ostinato.models.backend import Resolve
+from ostinato.models.backend import Buffers, Resolve
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
@@ -98,15 +98,13 @@ class Sharding:
                 f"kv_heads is {kv_heads}, which {size} ranks can neither share nor repeat: one "
                 "must be a multiple of the other"
             )
-        self.kv_heads = max(1, kv_heads // size)
         self.first_kv_head = rank * kv_heads // size
-        self.vocabulary = whole.vocabulary // size
         self.part = replace(
             whole,
             heads=whole.heads // size,
-            kv_heads=self.kv_heads,
+            kv_heads=max(1, kv_heads // size),
             inner=whole.inner // size,
-            vocabulary=self.vocabulary,
+            vocabulary=whole.vocabulary // size,
             tied_embeddings=False,
             bos_token_id=None,
             eos_token_ids=(),
@@ -119,11 +117,6 @@ class Sharding:
             f"inner {p.inner}, {p.vocabulary} rows of the output head>"
         )
 
-    @property
-    def first_token(self) -> int:
-        """The token of the first row of this rank's output head."""
-        return self.rank * self.vocabulary
-
     def cut(self, name: str) -> Shard:
         """Returns this rank's part of a tensor, by canonical name.  Raises UnsupportedModelError
         for an unknown tensor."""
@@ -133,7 +126,7 @@ class Sharding:
         p, rank, size = self.part, self.rank, self.part.head_size
         if last in ("wk", "wv", "bk", "bv"):
             first = self.first_kv_head * size
-            return Shard(0, first, first + self.kv_heads * size)
+            return Shard(0, first, first + p.kv_heads * size)
         axis, width = {
             "wq": (0, p.heads * size),
             "bq": (0, p.heads * size),
@@ -141,7 +134,7 @@ class Sharding:
             "w_gate": (0, p.inner),
             "w_up": (0, p.inner),
             "w_down": (1, p.inner),
-            "head": (0, self.vocabulary),
+            "head": (0, p.vocabulary),
         }.get(last, (None, 0))
         if axis is None:
             raise UnsupportedModelError(f"the tensor {name!r} cannot be split over ranks yet")
@@ -266,12 +259,12 @@ def shard_program(
     rows must be greedy, and one that is not gets no token.  `last_row`: see `decode_program`.
     """
     calls: list[KernelCall] = []
-    vocabulary, partial = sharding.whole.vocabulary, BufferArgument("partial")
+    partial, vocabulary = BufferArgument("partial"), sharding.part.vocabulary
     keys, parts = BufferArgument("keys", last=last_row), BufferArgument("key_parts", last=last_row)
     for call in program:
         given = dict(call.arguments)
         if call.kernel == "embed":
-            calls.append(_with(call, vocabulary=vocabulary))
+            calls.append(_with(call, vocabulary=sharding.whole.vocabulary))
         elif call.kernel in OF_RANKS:
             calls.append(_with(call, x=partial))
             calls.append(kernel_call("accumulate", target=given["x"], partial=partial, rows="rows"))
@@ -285,8 +278,8 @@ def shard_program(
                     keys=parts,
                     workspace=BufferArgument("workspace"),
                     row_count=given["row_count"],
-                    vocabulary=sharding.vocabulary,
-                    first=sharding.first_token,
+                    vocabulary=vocabulary,
+                    first=sharding.rank * vocabulary,  # the token of its first row
                 )
             )
             calls.append(kernel_call("all_gather", source=parts, out=keys, rows=given["row_count"]))
@@ -301,7 +294,7 @@ def shard_program(
                 )
         elif call.kernel == "sample":
             kernel = "sample_of_ranks" if whole_logits else "best_of_ranks"
-            given["vocabulary"] = vocabulary
+            given["vocabulary"] = sharding.whole.vocabulary
             sizes = {name: given.pop(name) for name in _SAMPLED_SIZES}
             calls.append(kernel_call(kernel, **given, keys=keys, **sizes, ranks=sharding.size))
         else:
@@ -327,16 +320,14 @@ def exchanging_products(
     return tuple(calls)
 
 
-def shard_buffers(
-    sharding: Sharding, rows: int, sequences: int
-) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def shard_buffers(sharding: Sharding, rows: int, sequences: int) -> Buffers:
     """Returns shapes and dtypes of the buffers that a rank's program needs besides, or instead of,
     those that `Sharding.part` would need on one device."""
     f32, u64 = np.dtype(np.float32), np.dtype(np.uint64)
     whole = sharding.whole
     return {
         "partial": ((rows, whole.hidden), f32),
-        "logits_part": ((sequences, sharding.vocabulary), f32),
+        "logits_part": ((sequences, sharding.part.vocabulary), f32),
         "logits": ((sequences, whole.vocabulary), f32),
         "adjusted": ((sequences, whole.vocabulary), f32),
         "key_parts": ((rows, 1), u64),

@@ -28,14 +28,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from ostinato import LaunchConfig, Source
 from ostinato.driver.cuda.blas import MatrixProduct
 from ostinato.errors import UnsupportedModelError
-from ostinato.models.backend import BoundCall
+from ostinato.models.backend import BoundCall, Buffers
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.bricks import FORMATS, Formats, pair_size
@@ -99,12 +99,12 @@ Lowered = kc.CudaLaunch | ProductCall
 
 def library_buffers(
     config: LlamaConfig, rows: int, workspace: int, formats: Formats | None = None
-) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+) -> Buffers:
     """Returns shapes and dtypes of the buffers that steps with a library, of up to `rows` rows,
     need besides a plan's buffers and `lowering.rounded_buffers`."""
     c = config
     width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
-    found: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+    found: Buffers = {
         "product_out": ((rows, width), np.dtype(np.float32)),
         "product_workspace": ((workspace,), np.dtype(np.uint8)),
     }

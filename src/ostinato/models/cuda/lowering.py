@@ -34,13 +34,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from ostinato import LaunchConfig, Source
 from ostinato.driver.signature import Signature
-from ostinato.models.backend import BoundCall
+from ostinato.models.backend import BoundCall, Buffers
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import FORMATS, Formats, Packing, matrix_bytes
 from ostinato.models.cuda.shapes import (
@@ -228,9 +228,7 @@ def lower(
     return tuple(lowering.prefetching(launches))
 
 
-def rounded_buffers(
-    config: LlamaConfig, rows: int
-) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+def rounded_buffers(config: LlamaConfig, rows: int) -> Buffers:
     """Returns shapes and dtypes of the buffers that steps of up to `rows` rows with rounded inputs
     need besides a plan's, and those of the float32 buffers that they replace except for one row."""
     c, bfloat16, f32 = config, np.dtype(np.uint16), np.dtype(np.float32)

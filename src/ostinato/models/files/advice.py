@@ -21,7 +21,6 @@ _GGUF = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-_FOLDER = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ def read_advice(source: TokenizerSource) -> SamplingAdvice:
     if not file.exists():
         return SamplingAdvice(where=file)
     given = read_json(file)
-    named = {name: given[name] for name in _FOLDER if given.get(name) is not None}
+    named = {name: given[name] for name in _GGUF if given.get(name) is not None}
     if given.get("do_sample") is False:  # then transformers uses only the penalty
         named = {name: named[name] for name in named.keys() & {"repetition_penalty"}}
         named["temperature"] = 0.0

@@ -71,27 +71,15 @@ _MAX_DIMENSIONS = 4
 _MAX_VALUES = 1 << 40
 
 # Metadata types by number, equal to `gguf.GGUFValueType`.
-_SCALARS: dict[int, struct.Struct] = {
-    number: struct.Struct("<" + code)
-    for number, code in {
-        0: "B",
-        1: "b",
-        2: "H",
-        3: "h",
-        4: "I",
-        5: "i",
-        6: "f",
-        7: "?",
-        10: "Q",
-        11: "q",
-        12: "d",
-    }.items()
+_SCALARS = {
+    number: struct.Struct(f"<{code}")
+    for number, code in zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True)
 }
 _STRING, _ARRAY = 8, 9
 _TYPE_NAMES = {found.number: name for name, found in BLOCK_TYPES.items()}
 # Bytes read at a time of a long array of strings.
 _WINDOW = 1 << 20
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 
 class GgufCheckpoint(StoredCheckpoint):

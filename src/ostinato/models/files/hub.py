@@ -187,9 +187,7 @@ def _none(name: HubName, what: str, files: Sequence[str]) -> ModelError:
 def _require_whole(name: HubName, folder: Path) -> None:
     """Raises DownloadError if a download is incomplete: tokenizer.json or a shard in the index is
     missing."""
-    missing = [
-        one for one in sorted(_shards(folder / _INDEX)) if not (folder / Path(one).name).is_file()
-    ]
-    missing += [one for one in ("tokenizer.json",) if not (folder / one).is_file()]
+    needed = [*sorted(_shards(folder / _INDEX)), "tokenizer.json"]
+    missing = [one for one in needed if not (folder / Path(one).name).is_file()]
     if missing:
         raise DownloadError(f"{name}: of the hub's files {missing[0]} is not here yet")

@@ -23,9 +23,9 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# A long conversation renders in some 10 ms; compiling a long template takes 100.
 NO_ARGS: Mapping[str, object] = MappingProxyType({})
 """An empty set of variables for a chat template."""
+# A long conversation renders in some 10 ms; compiling a long template takes 100.
 _SECONDS = 10.0
 _MEMORY = 512 << 20
 _MAX_TEXT = 1 << 20  # characters, besides those of the messages

@@ -97,7 +97,7 @@ class Child:
                     self._opened = self._open(what)
                 if request is None:
                     return self._opened
-                kind, text = self._exchange(request, self._seconds, longest)
+                kind, text = self._exchange(request, longest)
             except OstinatoError:
                 self._end()
                 raise
@@ -178,13 +178,13 @@ class Child:
             ) from None
         if self._opening is None:
             return ""
-        kind, text = self._exchange(self._opening, self._seconds, 1 << 28)
+        kind, text = self._exchange(self._opening, 1 << 28)
         if kind:
             raise _KINDS[kind](f"{what} {shown(text)}")
         return text
 
-    def _exchange(self, request: bytes, seconds: float, longest: int) -> tuple[int, str]:
-        deadline = time.monotonic() + seconds
+    def _exchange(self, request: bytes, longest: int) -> tuple[int, str]:
+        deadline = time.monotonic() + self._seconds
         _send(self._socket, request, deadline)
         answer = _receive(self._socket, longest, deadline)
         if not answer or answer[0] >= len(_KINDS):

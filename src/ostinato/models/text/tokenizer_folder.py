@@ -8,7 +8,7 @@ it affects ids of text and variables of chat templates.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +57,8 @@ def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
     head = {
         "rows": rows,
         "added": _added_tokens(path, config),
-        "special": [[token.text, *token.flags] for token in special.all()],
+        # In the order in which transformers adds them.
+        "special": [[t.text, *t.flags] for t in (*special.named.values(), *special.extra)],
         "pad": pad.text if (pad := special.named.get("pad_token")) else None,
         "pads": "pad_token" not in special.given,
         "metaspace": _prepend_scheme(config) if kind == "LlamaTokenizer" else None,
@@ -141,10 +142,6 @@ class _SpecialTokens:
     named: Mapping[str, _Token]
     extra: Sequence[_Token]
     given: frozenset[str]
-
-    def all(self) -> Iterable[_Token]:
-        """Returns all tokens in the order in which transformers adds them."""
-        return (*self.named.values(), *self.extra)
 
 
 def _special_tokens(

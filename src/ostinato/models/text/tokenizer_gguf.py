@@ -181,8 +181,11 @@ class _Builder:
                 raise ModelFormatError(f"{self.where}: merge {quoted(merge)} is not two tokens")
             merges.append((left, right))
         whole_words = kind in _WHOLE_WORDS
-        make = _bpe(self.vocabulary, merges, ignore_merges=whole_words)
-        encoder = tokenizers.Tokenizer(self._built(make))
+        model = guarded(
+            lambda: models.BPE(self.vocabulary, merges, ignore_merges=whole_words),
+            f"{self.where}: the tokenizer is damaged",
+        )
+        encoder = tokenizers.Tokenizer(model)
         if name in _COMPOSED:
             encoder.normalizer = normalizers.NFC()
         splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in regexes]
@@ -220,9 +223,6 @@ class _Builder:
             where=self.where,
         )
         return encoder.encode, True, prefix_space
-
-    def _built(self, make: Callable[[], models.BPE]) -> models.BPE:
-        return guarded(make, f"{self.where}: the tokenizer is damaged")
 
     def _add(self, encoder: tokenizers.Tokenizer, ids: list[int], *, special: bool) -> None:
         added = [AddedToken(self.tokens[i], special=special, normalized=False) for i in ids]
@@ -264,12 +264,3 @@ class _Builder:
         if not isinstance(value, bool):
             raise ModelFormatError(f"{self.where}: tokenizer.ggml.{name} is not true or false")
         return value
-
-
-def _bpe(
-    vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: object
-) -> Callable[[], models.BPE]:
-    def make() -> models.BPE:
-        return models.BPE(vocab=vocabulary, merges=merges, **options)
-
-    return make
