@@ -246,22 +246,6 @@ class CudaBackend:
         apart = shapes.without_block(tuning, config, multiprocessors=count)
         return Lowering(config, rows, apart, formats, count).exchanges_sums()
 
-    def _lower(
-        self,
-        program: Sequence[KernelCall | BoundCall],
-        config: LlamaConfig,
-        rows: int,
-        context: int,
-        formats: Formats,
-    ) -> tuple[Lowered | BoundCall, ...]:
-        tuning = self._tuning(config, rows, context)
-        given: dict[str, Any] = {"multiprocessors": self._properties.multiprocessors}
-        given |= {"rows": rows, "tuning": tuning, "formats": formats}
-        if not self._multiplies(config, rows, formats):
-            return lower(program, config, context=context, **given)
-        single = self._tuning(config, 1, context)
-        return lower_with_library(program, config, single=single, **given)
-
     def bind(
         self,
         program: Sequence[KernelCall | BoundCall],
@@ -272,7 +256,14 @@ class CudaBackend:
         formats: Formats = UNPACKED,
     ) -> tuple[BoundCall, ...]:
         """Implements `Backend.bind`; kernels, which differ by rows, are compiled concurrently."""
-        lowered = self._lower(program, config, rows, context, formats)
+        given: dict[str, Any] = {"multiprocessors": self._properties.multiprocessors}
+        given |= {"rows": rows, "tuning": self._tuning(config, rows, context), "formats": formats}
+        lowered: Sequence[Lowered | BoundCall]
+        if self._multiplies(config, rows, formats):
+            single = self._tuning(config, 1, context)
+            lowered = lower_with_library(program, config, single=single, **given)
+        else:
+            lowered = lower(program, config, context=context, **given)
         launches = [one for one in lowered if isinstance(one, CudaLaunch)]
         # Keyed by `compiled`: matrices of one kind may be packed differently from layer to layer.
         first_uses = {one.compiled: one for one in launches}

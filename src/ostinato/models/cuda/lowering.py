@@ -53,7 +53,6 @@ from ostinato.models.cuda.shapes import (
     Product,
     Shape,
     Tuning,
-    VectorShape,
     attends_in_tiles,
     blocked_calls,
     default_tuning,
@@ -79,7 +78,6 @@ from ostinato.modules import CompileOptions
 ENDING = ("head", "sample", "best_of_part", "best_of_ranks", "sample_of_ranks")
 """The calls that work only on rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
-_EMBED_THREADS = 128
 _MATRICES = ("weight", "table")
 """The parameters whose matrices may be packed."""
 _ATTENDED = ("attended: *out f32", "attended: *out bf16")
@@ -90,9 +88,23 @@ _RESIDENT_THREADS = 1024  # leaves 64 registers for each thread
 _RESIDENT_BLOCKS = 16  # of a multiprocessor of compute capability 8.6, the fewest of all
 _OF_ONE = {call: product for product, call in OF_RANKS.items()}
 _OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()}
+_FILES = {
+    **dict.fromkeys(_OF_ROUNDED, "rounded"),
+    **dict.fromkeys((*PRODUCT_CALLS, *_OF_ONE), "matvec"),
+    **dict.fromkeys(("best_of_part", "best_of_ranks"), "shard"),
+    "sample_of_ranks": "sample",
+    "continue_loop": "loop",
+    "embed": "step",
+}
+"""The kernels whose source file has another name."""
 PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
 """The product that each kernel computes, by kernel."""
-_SAMPLE_THREADS = 1024
+_ROW_THREADS = {
+    "embed": 128,
+    **dict.fromkeys(("sample", "sample_of_ranks"), 1024),
+    **dict.fromkeys(("best_of_part", "best_of_ranks"), 32),
+}
+"""Threads of the kernels that have a block for each row."""
 _PREFETCH_PIECE = 2048
 _WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
 _ROPE_THREADS = 128
@@ -360,10 +372,6 @@ class Lowering:
         whole = all(product.inputs % 64 == 0 for product in self.products.values())
         return _BRICK_PANELS if whole and self.tuning.clusters and None not in found else 0
 
-    @property
-    def padded_rows(self) -> int:
-        return -(-self.rows // 8) * 8
-
     def packing(self, call: KernelCall) -> _Packing:
         """Returns the packing of the matrix that the call reads, if any."""
         for name, value in call.arguments:
@@ -482,7 +490,7 @@ class Lowering:
                 found[f"BLOCK_{name.upper()}"] = value
         elif kernel in ("sample", "sample_of_ranks"):
             found = {"VOCAB": vocabulary, "STOPS": given["stop_count"]}
-            found["SAMPLE_THREADS"] = _SAMPLE_THREADS
+            found["SAMPLE_THREADS"] = _ROW_THREADS[kernel]
             if kernel == "sample":
                 before = "rounded_head" if self.tuning.tiles else "head"
                 found["HEAD_BLOCKS"] = self.blocks("head", self.head_packing)
@@ -496,7 +504,11 @@ class Lowering:
         elif kernel == "continue_loop":
             found = {"ROWS": self.rows}
         else:
-            found = {"HIDDEN": c.hidden, "VOCAB": vocabulary, "EMBED_THREADS": _EMBED_THREADS}
+            found = {
+                "HIDDEN": c.hidden,
+                "VOCAB": vocabulary,
+                "EMBED_THREADS": _ROW_THREADS["embed"],
+            }
             if packing is not None:
                 found |= {"PACKED": 1, "EMBED_FORMAT": packing[0].kind}
         found["START_NEXT"] = self.starts(kernel)
@@ -561,20 +573,6 @@ class Lowering:
         """Returns the blocks of a multiprocessor if all of a product's blocks run at once."""
         blocks = self.blocks(PRODUCT_CALLS[_OF_ONE[kernel]], packing)
         return -(-blocks // self.multiprocessors)
-
-    def file(self, kernel: str) -> str:
-        if kernel in _OF_ROUNDED:
-            return "rounded"
-        if kernel in PRODUCT_CALLS or kernel in _OF_ONE:
-            return "matvec"
-        if kernel == "continue_loop":
-            return "loop"
-        if kernel in ("best_of_part", "best_of_ranks"):
-            return "shard"
-        if kernel == "sample_of_ranks":
-            return "sample"
-        own = ("attention", "attention_block", "norm_rope", "sample")
-        return kernel if kernel in own else "step"
 
     def launches(
         self, calls: Sequence[KernelCall], after: str | None = None, before: object = None
@@ -668,7 +666,9 @@ class Lowering:
         programmatic = self.tuning.programmatic and not apart
         return CudaLaunch(
             kernel,
-            _source(self.file(kernel), packing is not None, kernel in _OF_ONE, self.rounds),
+            _source(
+                _FILES.get(kernel, kernel), packing is not None, kernel in _OF_ONE, self.rounds
+            ),
             CompileOptions(
                 defines=tuple(self.macros(kernel, arguments, packing).items()),
                 arch=self.arch(kernel, packing),
@@ -683,63 +683,47 @@ class Lowering:
     ) -> LaunchConfig:
         c = self.config
         kernel = _OF_ONE.get(kernel, kernel)
+        grid: tuple[int, int, int] = (self.rows, 1, 1)
+        shared, cluster = 0, 1  # blocks of a cluster, along x
         if kernel in PRODUCTS_OF:
             name = PRODUCTS_OF[kernel]
-            shape, product = self.shape(name, packing), self.products[name]
-            blocks = self.blocks(name, packing)
-            grid: tuple[int, int, int]
-            cluster = None
-            if isinstance(shape, PackedShape):
-                grid, warps, shared = (
-                    (blocks, 1, 1),
-                    shape.warps,
-                    shape.shared_bytes(product.inputs),
-                )
-            elif isinstance(shape, VectorShape):
-                grid, warps = (blocks, 1, 1), shape.warps
-                shared = shape.shared_bytes(product.inputs)
-            else:
-                grid, warps = (blocks, shape.blocks_k, 1), shape.tiles * shape.split
-                if shape.cluster > 1:  # along x
-                    grid, cluster = (shape.blocks_k, blocks, 1), (shape.cluster, 1, 1)
+            shape, blocks = self.shape(name, packing), self.blocks(name, packing)
+            if isinstance(shape, MatrixShape):
+                cluster = shape.cluster
+                grid = (shape.blocks_k, blocks, 1) if cluster > 1 else (blocks, shape.blocks_k, 1)
+                threads = 32 * shape.tiles * shape.split
                 shared = shape.shared_bytes(self.rows, self.tuning.shared)
-            return LaunchConfig(
-                grid, 32 * warps, shared, cluster=cluster, programmatic=programmatic
-            )
-        if kernel == "attention":
+            else:
+                grid, threads = (blocks, 1, 1), 32 * shape.warps
+                shared = shape.shared_bytes(self.products[name].inputs)
+        elif kernel == "attention":
             split = self.tuning.attention
             parts = c.heads // c.kv_heads // split.queries
             grid = (split.splits, c.kv_heads * parts, self.rows)
             if split.shares_rows:
                 own = self.rows * c.kv_heads * parts
                 grid = (max(own, split.resident * self.multiprocessors), 1, 1)
-            shared = split.shared_bytes(c)
-            cluster = (split.cluster, 1, 1) if split.cluster > 1 else None
-            return LaunchConfig(
-                grid, 32 * split.warps, shared, cluster=cluster, programmatic=programmatic
-            )
-        if kernel == "attention_block":
+            threads, shared, cluster = 32 * split.warps, split.shared_bytes(c), split.cluster
+        elif kernel == "attention_block":
             block = self.tuning.block
             assert block is not None
-            return LaunchConfig(
-                (block.cluster, block.units(c), 1),
-                32 * block.warps,
-                block.shared_bytes(c),
-                cluster=(block.cluster, 1, 1),
-                programmatic=programmatic,
-            )
-        if kernel == "norm_rope":
+            grid = (block.cluster, block.units(c), 1)
+            threads, shared, cluster = 32 * block.warps, block.shared_bytes(c), block.cluster
+        elif kernel == "norm_rope":
             # A thread has four pairs of a head, and all threads of a head are in one warp.
             lanes = power_of_two_from(c.head_size // 8) * (c.heads + 2 * c.kv_heads)
-            grid = (-(-lanes // _ROPE_THREADS), self.rows, 1)
-            return LaunchConfig(grid, _ROPE_THREADS, programmatic=programmatic)
-        if kernel in ("sample", "sample_of_ranks"):
-            return LaunchConfig(self.rows, _SAMPLE_THREADS, programmatic=programmatic)
-        if kernel in ("best_of_part", "best_of_ranks"):
-            return LaunchConfig(self.rows, 32, programmatic=programmatic)
-        if kernel == "embed":
-            return LaunchConfig(self.rows, _EMBED_THREADS, programmatic=programmatic)
-        return LaunchConfig(1, MAX_ROWS, programmatic=programmatic)  # continue_loop
+            grid, threads = (-(-lanes // _ROPE_THREADS), self.rows, 1), _ROPE_THREADS
+        elif kernel == "continue_loop":
+            grid, threads = (1, 1, 1), MAX_ROWS
+        else:
+            threads = _ROW_THREADS[kernel]
+        return LaunchConfig(
+            grid,
+            threads,
+            shared,
+            cluster=(cluster, 1, 1) if cluster > 1 else None,
+            programmatic=programmatic,
+        )
 
     def _all_shapes(self) -> Iterator[tuple[Product, Shape | PackedShape]]:
         """Yields all products of a step, with each shape that they have in it."""
@@ -775,6 +759,6 @@ class Lowering:
             most = max(most, (t.block.units(c) + 1) * c.hidden * 4)
         for product, shape in self._all_shapes():
             if isinstance(shape, MatrixShape) and shape.blocks_k > 1 and shape.cluster == 1:
-                width = product.tile_count * 8
-                most = max(most, shape.blocks_k * self.padded_rows * width * 8)
+                width, padded_rows = product.tile_count * 8, -(-self.rows // 8) * 8
+                most = max(most, shape.blocks_k * padded_rows * width * 8)
         return COUNTER_BYTES + most

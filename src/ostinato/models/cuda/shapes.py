@@ -460,7 +460,7 @@ def default_tuning(
     block = None
     if clusters:
         attention = _cluster_shape(config, context, multiprocessors)
-        block = block_rule(config, multiprocessors, shared)
+        block = next(iter(block_shapes(config, multiprocessors, shared)), None)
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
     # As early as possible, so that weights load while the two preceding kernels still run; but the
@@ -775,7 +775,8 @@ def _matrix_shape(
             return clustered
     tile_count, padded = product.tile_count, -(-rows // 8) * 8
     fewest = 4 if packed and padded > 32 else 2 if padded > 16 else 1  # bricks are long slabs
-    enough, least = 0.7 * multiprocessors, max(_least_tiles(name), fewest)
+    enough = 0.7 * multiprocessors
+    least = 4 if name == "head" else fewest  # in the head a warp's keys are of one row
     many = padded > 40
     enough_of_one = 2 * enough if packed else enough if many else multiprocessors
     granule = BRICK if packed else slab_granule(1)
@@ -1052,11 +1053,6 @@ def without_warpgroups(
     return _matrix_shape(name, product, rows, multiprocessors, shared, clusters=clusters)
 
 
-def _least_tiles(name: str) -> int:
-    """Returns the least tiles of a block of a product; in the head a warp's keys are of one row."""
-    return 4 if name == "head" else 1
-
-
 def slab_granule(split: int) -> int:
     """Returns the granule of slabs: whole steps of `split` warps, and no bank conflicts."""
     return math.lcm(64, 32 * split)
@@ -1113,7 +1109,8 @@ def block_problem(shape: BlockShape, config: LlamaConfig, shared: int = MAX_SHAR
 def block_shapes(
     config: LlamaConfig, multiprocessors: int, shared: int = MAX_SHARED
 ) -> tuple[BlockShape, ...]:
-    """Returns promising shapes, ordered by a rough cost; none for a model that is too large."""
+    """Returns promising shapes of attention_block.cu, ordered by a rough cost; none for a model
+    that is too large."""
     c = config
     lanes = 32 // power_of_two_from(c.head_size // 8)  # positions that a warp reads at once
     made: list[tuple[float, BlockShape]] = []
@@ -1137,11 +1134,3 @@ def block_shapes(
                 cost += (cluster < 8) * 2 + 0.3 * abs(output_lanes - 4)
                 made.append((cost, shape))
     return tuple(shape for _, shape in sorted(made, key=lambda pair: pair[0]))
-
-
-def block_rule(
-    config: LlamaConfig, multiprocessors: int, shared: int = MAX_SHARED
-) -> BlockShape | None:
-    """Returns the rule's shape of attention_block.cu; None if separate launches are better."""
-    shapes = block_shapes(config, multiprocessors, shared)
-    return shapes[0] if shapes else None
