@@ -13,7 +13,7 @@ import ostinato as ost
 from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
 from ostinato.distributed import Group, local_groups
 from ostinato.errors import GroupError
-from ostinato.models.backend import BoundCall, BoundLaunch
+from ostinato.models.backend import DeviceModel
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.decoder import Decoder
@@ -33,29 +33,13 @@ SAMPLING = SamplingOptions(temperature=0.8, top_k=40, top_p=0.9, seed=5, repetit
 
 
 class EmulatedRank(EmulatedBackend):
-    """As `EmulatedBackend`; what is bound already stays in its place."""
-
     def __init__(self, device: ost.Device, **given: Any) -> None:
         super().__init__(device, **given)
         self.emulator = Emulator(threads=True)  # ranks wait for each other
 
-    def exchanges_sums(self, config: Any, rows: int, context: int, *, formats: Any) -> bool:
-        return kc.Lowering(
-            config, rows, self.tuning(config, rows, context), formats
-        ).exchanges_sums()
-
-    def bind(
-        self, program: Any, config: Any, rows: int, context: int, *, formats: Any
-    ) -> tuple[BoundCall, ...]:
-        tuning = self.tuning(config, rows, context)
-        lowered = kc.lower(program, config, rows=rows, context=context, tuning=tuning)
-        shape = ost.LaunchConfig(grid=rows, block=1)
-        return tuple(
-            BoundLaunch(self.kernel(one), shape, one.arguments)
-            if isinstance(one, kc.CudaLaunch)
-            else one
-            for one in lowered
-        )
+    def exchanges_sums(self, model: DeviceModel, rows: int) -> bool:
+        tuning = self.sizes(model, rows)["tuning"]
+        return kc.Lowering(model.config, rows, tuning, model.formats).exchanges_sums()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ostinato.driver.signature import Access
 from ostinato.driver.stream import Operation
 from ostinato.errors import NotAvailableError, UnsupportedModelError
 from ostinato.graph.order import dependencies
+from ostinato.models.backend import DeviceModel
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
@@ -163,7 +164,7 @@ def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, row
     assert isinstance(backend, CudaBackend)
     assert backend.dtype == np.uint16
     program = decode_program(MODEL)
-    bound = backend.bind(program, MODEL, rows, 512)
+    bound = backend.bind(program, DeviceModel(MODEL, 512), rows)
     tuning = default_tuning(MODEL, rows=rows, context=512, clusters=gpu.capabilities.clusters)
     lowered = kc.lower(program, MODEL, rows=rows, context=512, tuning=tuning)
     assert [one.kernel.name for one in bound] == [one.kernel for one in lowered]
@@ -175,7 +176,7 @@ def test_every_kernel_is_loaded_once_with_its_shared_memory(gpu: FakeDevice, row
         assert made.options == wanted.options
         assert made.shared == one.config.shared
     # A step without an end is the beginning of one with: their launches are shared.
-    without = backend.bind(decode_program(MODEL, sampled=False), MODEL, rows, 512)
+    without = backend.bind(decode_program(MODEL, sampled=False), DeviceModel(MODEL, 512), rows)
     assert [one.config for one in without] == [one.config for one in bound[: len(without)]]
 
 
@@ -183,7 +184,7 @@ def test_the_workspace_serves_every_bucket(gpu: FakeDevice) -> None:
     backend = CudaBackend(gpu, library_rows=None)  # type: ignore[arg-type]
     buckets = PlanSizes(rows=48).buckets
     assert list(buckets) == [1, 2, 4, 8, 16, 32, 48]
-    most = backend.workspace_bytes(MODEL, buckets, 512)
+    most = backend.workspace_bytes(DeviceModel(MODEL, 512), buckets)
     sizes = [{"rows": rows, "context": 512} for rows in buckets]
     known = known_of(gpu)  # type: ignore[arg-type]
     each = [
@@ -200,17 +201,17 @@ def test_blocks_fit_gpus_with_99_kib_of_shared_memory(
 ) -> None:
     """Compute capability 8.6, 8.9 and 12.0."""
     model = replace(MODEL, hidden=4096, heads=32, kv_heads=8, head_size=128, inner=inner)
-    program = decode_program(model)
+    program, here = decode_program(model), DeviceModel(model, 512)
     large = backend_for(gpu, library_rows=None)  # type: ignore[arg-type]
-    most = max(one.config.shared for one in large.bind(program, model, rows, 512))
+    most = max(one.config.shared for one in large.bind(program, here, rows))
     gpu.properties = replace(gpu.properties, max_shared_per_block=99 * 1024)
     backend = backend_for(gpu, library_rows=None)  # type: ignore[arg-type]
-    bound = backend.bind(program, model, rows, 512)
+    bound = backend.bind(program, here, rows)
     assert max(one.config.shared for one in bound) <= (99 - 3) * 1024
     assert (most > (99 - 3) * 1024) == (rows > 1 or inner == 27648)
     # What the launches are given is there, also that of one row with too many inputs.
     bounds = {v.name for one in bound for _, v in one.arguments if isinstance(v, BufferArgument)}
-    buffers = backend.buffers(model, rows)
+    buffers = backend.buffers(here, rows)
     assert ("product_in" in bounds) == ("product_in" in buffers) == (rows > 1 or inner == 27648)
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.driver.api import LaunchConfig
-from ostinato.models.backend import BoundLaunch
+from ostinato.models.backend import Backend, BoundCall, BoundLaunch, DeviceModel
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda.shapes import Tuning, default_tuning
+from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import GREEDY
 from tests.emulator.emulator import Emulator
@@ -40,15 +40,13 @@ SMALL = {
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
-class EmulatedBackend:
+class EmulatedBackend(Backend):
     """The CUDA backend's launches, each as a host kernel that calls the emulator."""
 
     name = "emulated"
     dtype: np.dtype[Any] = np.dtype(np.uint16)
     packed = False
     spins = False
-
-    library = ""
 
     def __init__(
         self,
@@ -62,40 +60,27 @@ class EmulatedBackend:
     ) -> None:
         self.device, self.emulator, self.clusters = device, Emulator(), clusters
 
-    def tuning(self, config: Any, rows: int, context: int) -> Tuning:
-        return default_tuning(config, rows=rows, context=context, clusters=self.clusters)
+    def sizes(self, model: DeviceModel, rows: int) -> dict[str, Any]:
+        sizes: dict[str, Any] = {"rows": rows, "context": model.context}
+        return {**sizes, "tuning": default_tuning(model.config, **sizes, clusters=self.clusters)}
 
     def formats(self, checkpoint: Any, wanted: str) -> dict[str, Any]:
         return {}
 
-    def buffers(self, config: Any, rows: int, *, formats: Any) -> dict[str, Any]:
-        return dict(kc.rounded_buffers(config, rows))
+    def buffers(self, model: DeviceModel, rows: int) -> dict[str, Any]:
+        return kc.rounded_buffers(model.config, rows)
 
-    def give_up_library(self, reason: str) -> bool:
-        return False
+    def workspace_bytes(self, model: DeviceModel, rows: Any) -> int:
+        return max(kc.workspace_bytes(model.config, **self.sizes(model, n)) for n in rows)
 
-    def convert(self, checkpoint: Any, tensors: Any) -> bool:
-        return False
-
-    def require_supported(self, config: Any, rows: int, sampled: int = 1) -> None:
-        pass
-
-    def workspace_bytes(self, config: Any, rows: Any, context: int, *, formats: Any) -> int:
-        return max(
-            kc.workspace_bytes(
-                config, rows=count, context=context, tuning=self.tuning(config, count, context)
-            )
-            for count in rows
-        )
-
-    def bind(
-        self, program: Any, config: Any, rows: int, context: int, *, formats: Any
-    ) -> tuple[BoundLaunch, ...]:
-        tuning = self.tuning(config, rows, context)
-        lowered = kc.lower(program, config, rows=rows, context=context, tuning=tuning)
-        kernels = {one.kernel: self.kernel(one) for one in lowered}
+    def bind(self, program: Any, model: DeviceModel, rows: int) -> tuple[BoundCall, ...]:
         shape = LaunchConfig(grid=rows, block=1)
-        return tuple(BoundLaunch(kernels[o.kernel], shape, o.arguments) for o in lowered)
+        return tuple(
+            BoundLaunch(self.kernel(one), shape, one.arguments)
+            if isinstance(one, kc.CudaLaunch)
+            else one
+            for one in kc.lower(program, model.config, **self.sizes(model, rows))
+        )
 
     def kernel(self, launch: kc.CudaLaunch) -> Any:
         known = (launch.source, launch.kernel, launch.options, launch.config)

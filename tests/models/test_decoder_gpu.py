@@ -19,7 +19,7 @@ from ostinato.device import Device
 from ostinato.driver.api import EdgeType
 from ostinato.errors import DownloadError
 from ostinato.graph import record
-from ostinato.models.backend import BoundLaunch
+from ostinato.models.backend import BoundLaunch, DeviceModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.open import open_checkpoint
 from tests.models.proof import FIRST, RELATIVE, SHAPES, open_decoder
@@ -41,7 +41,7 @@ def test_the_graph_is_a_programmatic_chain(gpu: Device, build: str) -> None:
                 decoder.decode()
             graph = recording.build()
         context = decoder.plan.sizes.context
-        bound = decoder.backend.bind(decoder.program(), decoder.config, 1, context)
+        bound = decoder.backend.bind(decoder.program(), DeviceModel(decoder.config, context), 1)
         launches = [one for one in bound if isinstance(one, BoundLaunch)]
         assert [node.name for node in graph.nodes()] == [one.kernel.name for one in launches]
         place = {node.handle: index for index, node in enumerate(graph.nodes())}

@@ -19,6 +19,7 @@ from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError, GraphError, InputError, ModelError
 from ostinato.graph import Graph, capture
 from ostinato.models import plan
+from ostinato.models.backend import DeviceModel
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions, sample
 from ostinato.models.sequences import Sequence
@@ -430,7 +431,7 @@ def test_reading_does_not_end_a_run(decoder: Decoder, wanted: dict[str, list[Any
         assert decoder.statistics().decoded_tokens == len(tokens) - 1
         if len(tokens) == 6:
             context = decoder.plan.sizes.context
-            bound = decoder.backend.bind(decoder.program(), decoder.config, 1, context)
+            bound = decoder.backend.bind(decoder.program(), DeviceModel(decoder.config, context), 1)
             with decoder.graph() as graph:
                 assert len(graph.nodes()) == len(bound)
     assert tokens == wanted["PROMPT"][:13]

@@ -7,8 +7,7 @@ same for every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -22,9 +21,6 @@ from ostinato.models.weights import WeightTarget
 
 WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
 """The form of matrices on a device: packed as in the file, or bfloat16; "auto" is the faster."""
-UNPACKED: Formats = MappingProxyType({})
-"""The formats of weights without a packed matrix."""
-
 LibraryRows: TypeAlias = int | Literal["auto"] | None
 """The least number of rows for which a step's products use a library: a number, "auto" for the
 result of `library_rows_for`, or None for never.  Unless None, pieces of a prompt of more than
@@ -32,6 +28,16 @@ SAMPLED_ROWS rows always use it."""
 Resolve = Callable[[CallArgument], object]
 Buffers = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Shapes and dtypes of buffers, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """The model that a decoder's kernels compute: its config, the positions of a sequence, and the
+    formats of the matrices that are packed in the device's own order."""
+
+    config: LlamaConfig
+    context: int
+    formats: Formats = field(default_factory=dict)
 
 
 class BoundCall(Protocol):
@@ -80,7 +86,6 @@ class Backend(Protocol):
 
     `dtype`: type of matrices and of the KV cache, float32, or uint16 for the bits of bfloat16.
     `packed`: matrices stay as the file packs them (`PackedMatrix`), and `dtype` is the cache's.
-    `formats`, an argument: the matrices that are packed in the device's own order.
     `library`: the library that computes products in steps of many rows, or the reason why none
     does; empty for a device that has no such library.
     `spins`: the host may poll for a token in a busy loop.  False where kernels need the
@@ -108,36 +113,21 @@ class Backend(Protocol):
         Raises InputError if the device or the checkpoint cannot provide what is `wanted`.
         """
 
-    def workspace_bytes(
-        self,
-        config: LlamaConfig,
-        rows: Iterable[int],
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
-    ) -> int:
+    def workspace_bytes(self, model: DeviceModel, rows: Iterable[int]) -> int:
         """Returns the bytes of workspace for steps of any of these numbers of rows.  The caller
         must zero the workspace once."""
 
-    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
+    def buffers(self, model: DeviceModel, rows: int) -> Buffers:
         """Returns shapes and dtypes, by name, of further buffers that the kernels need for steps of
         up to `rows` rows."""
         return {}
 
-    def exchanges_sums(
-        self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
-    ) -> bool:
+    def exchanges_sums(self, model: DeviceModel, rows: int) -> bool:
         """True if `bind` accepts the products of `sharding.exchanging_products` for such steps."""
         return False
 
     def bind(
-        self,
-        program: Sequence[KernelCall | BoundCall],
-        config: LlamaConfig,
-        rows: int,
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
+        self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int
     ) -> tuple[BoundCall, ...]:
         """Loads the program's kernels for steps of `rows` rows and returns the launches in order.
         A call of the program that is bound already is kept in its place.

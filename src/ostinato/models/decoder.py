@@ -36,7 +36,7 @@ from ostinato.errors import (
 )
 from ostinato.lowlevel import uninterrupted
 from ostinato.models.arguments import quoted, require_function, token_ids, whole
-from ostinato.models.backend import UNPACKED, Backend, LibraryRows, WeightsKind
+from ostinato.models.backend import Backend, DeviceModel, LibraryRows, WeightsKind
 from ostinato.models.calls import Calls, alone
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
@@ -220,11 +220,9 @@ class Decoder(Closeable):
         with ExitStack() as made:  # any exception before `pop_all` closes these, last first
             made.callback(self._close_weights)
             with self._phases.measure("plan"):
-                formats = self.weights.formats
-                workspace = self.backend.workspace_bytes(
-                    part, sizes.buckets, sizes.context, formats=formats
-                )
-                more = self.backend.buffers(part, sizes.rows, formats=formats)
+                here = DeviceModel(part, context, self.weights.formats)
+                workspace = self.backend.workspace_bytes(here, sizes.buckets)
+                more = self.backend.buffers(here, sizes.rows)
                 if sharding is not None:
                     from ostinato.models.sharding import shard_buffers
 
@@ -814,7 +812,7 @@ def formats_for(
     """Returns the formats of matrices to pack in the device's own order; none for "auto" with large
     batches.  Raises InputError."""
     if wanted == "auto" and sequences > _PACKED_ROWS:
-        return UNPACKED
+        return {}
     return backend.formats(checkpoint, wanted)
 
 

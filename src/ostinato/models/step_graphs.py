@@ -12,7 +12,7 @@ the operands that each launch reads and writes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -37,7 +37,7 @@ from ostinato.errors import (
     InputError,
     NotAvailableError,
 )
-from ostinato.models.backend import Backend, BoundCall
+from ostinato.models.backend import Backend, BoundCall, DeviceModel
 from ostinato.models.decoder_statistics import OperationTimes
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import CallArgument, KernelCall, decode_program, loop_call
@@ -80,6 +80,7 @@ class StepGraphs:
         self._device = device
         self._backend = backend
         self._plan = plan
+        self._model = DeviceModel(plan.config, plan.sizes.context, plan.weights.formats)
         self._build = build
         self._ranks = ranks
         self.whole_logits = False
@@ -249,18 +250,12 @@ class StepGraphs:
         sizes = self._plan.sizes
         program = self._program(name, last_row=rows > sizes.sampled_rows)
         if self._ranks is None:
-            return self._bind(program, rows)
-        plan = self._plan
-        by_products = "sums" in plan.buffers and self._backend.exchanges_sums(
-            plan.config, rows, plan.sizes.context, formats=plan.weights.formats
+            return self._backend.bind(program, self._model, rows)
+        by_products = "sums" in self._plan.buffers and self._backend.exchanges_sums(
+            self._model, rows
         )
         calls = self._ranks.with_collectives(program, rows, by_products=by_products)
-        return self._bind(calls, rows)
-
-    def _bind(self, program: Sequence[KernelCall | BoundCall], rows: int) -> tuple[BoundCall, ...]:
-        plan = self._plan
-        formats = plan.weights.formats
-        return self._backend.bind(program, plan.config, rows, plan.sizes.context, formats=formats)
+        return self._backend.bind(calls, self._model, rows)
 
     def _operations(
         self, bound: tuple[BoundCall, ...], rows: int, condition: int | None = None
@@ -325,7 +320,7 @@ class StepGraphs:
         begin, rows = time.perf_counter(), sizes.rows
         bound = self._bounds[rows][name]
         calls = (loop_call(tokens), loop_call())
-        loop = self._bind(calls, rows)
+        loop = self._backend.bind(calls, self._model, rows)
         self.kernel_seconds += time.perf_counter() - begin
 
         def make() -> GraphExec:

@@ -14,10 +14,10 @@ import numpy as np
 from ostinato import Buffer, Device, Kernel, Operation, Stream
 from ostinato.errors import InputError, NotAvailableError, UnsupportedModelError
 from ostinato.models.backend import (
-    UNPACKED,
     BoundCall,
     BoundLaunch,
     Buffers,
+    DeviceModel,
     LibraryRows,
     Resolve,
     WeightsKind,
@@ -155,31 +155,28 @@ class CudaBackend:
         self._products, self.library = None, f"not used: {reason}"
         return True
 
-    def _multiplies(self, config: LlamaConfig, rows: int, formats: Formats) -> bool:
+    def _multiplies(self, model: DeviceModel, rows: int) -> bool:
         """True if the library computes the products of a step of `rows` rows."""
         least = self._library_rows
         if least == "auto":  # packed weights are unpacked into memory for each library product
-            least = SAMPLED_ROWS + 1 if formats else library_rows_for(config)
+            least = SAMPLED_ROWS + 1 if model.formats else library_rows_for(model.config)
         if self._products is None or least is None:
             return False
         return rows >= min(least, SAMPLED_ROWS + 1)  # our own products do not support more rows
 
-    def _tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
+    def _tuning(self, model: DeviceModel, rows: int) -> Tuning:
         """Returns a tuning, looked up once and kept: the workspace is sized for the first result,
         and the stored tuning may change."""
-        key = (config, rows, context)
-        if key not in self._tunings:
-            self._tunings[key] = self._find_tuning(config, rows, context)
-        return self._tunings[key]
-
-    def _find_tuning(self, config: LlamaConfig, rows: int, context: int) -> Tuning:
-        gpu, known = self._properties.name, self._known
-        if rows > SAMPLED_ROWS:
-            count = known["multiprocessors"]
-            return shapes.default_tuning(
-                config, rows=rows, context=context, multiprocessors=count, most=PIECE_ROWS
-            )
-        return choose_tuning(config, rows=rows, context=context, gpu=gpu, **known)
+        config, sizes = model.config, dict[str, Any](rows=rows, context=model.context)
+        found = self._tunings.get((config, rows, model.context))
+        if found is None:
+            if rows > SAMPLED_ROWS:
+                sizes |= {"multiprocessors": self._known["multiprocessors"], "most": PIECE_ROWS}
+                found = shapes.default_tuning(config, **sizes)
+            else:
+                found = choose_tuning(config, **sizes, gpu=self._properties.name, **self._known)
+            self._tunings[config, rows, model.context] = found
+        return found
 
     def require_supported(self, config: LlamaConfig, rows: int, sampled: int = 1) -> None:
         shapes.require_supported(config, sampled)
@@ -195,8 +192,8 @@ class CudaBackend:
         "auto" if packing does not pay (`pays`).  Raises InputError."""
         config = checkpoint.config
         if wanted == "bf16" or (wanted == "auto" and not pays(config)):
-            return UNPACKED
-        found: Formats = UNPACKED
+            return {}
+        found: Formats = {}
         if isinstance(checkpoint, StoredCheckpoint):
             there, stored = device_shapes(checkpoint.shapes()), checkpoint
             found = formats_of(config, lambda name: stored.raw(name).type, there)
@@ -207,28 +204,23 @@ class CudaBackend:
             )
         return found
 
-    def workspace_bytes(
-        self,
-        config: LlamaConfig,
-        rows: Iterable[int],
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
-    ) -> int:
+    def workspace_bytes(self, model: DeviceModel, rows: Iterable[int]) -> int:
+        config, formats = model.config, model.formats
         found, processors = [], self._properties.multiprocessors
         for count in rows:
-            tuning = self._tuning(config, count, context)
+            tuning = self._tuning(model, count)
             if count <= SAMPLED_ROWS:  # even with a library, since it may fail
                 lowering = Lowering(config, count, tuning, formats, processors)
                 found.append(lowering.workspace_bytes)
-            if self._multiplies(config, count, formats):
+            if self._multiplies(model, count):
                 with_library = LibraryLowering(config, count, tuning, tuning, formats, processors)
                 found.append(with_library.workspace_bytes)
         return max(found)
 
-    def buffers(self, config: LlamaConfig, rows: int, *, formats: Formats = UNPACKED) -> Buffers:
-        if self._products is not None and self._multiplies(config, rows, formats):
-            more = library_buffers(config, rows, self._products.workspace_bytes, formats)
+    def buffers(self, model: DeviceModel, rows: int) -> Buffers:
+        config = model.config
+        if self._products is not None and self._multiplies(model, rows):
+            more = library_buffers(config, rows, self._products.workspace_bytes, model.formats)
             return rounded_buffers(config, rows) | more
         # Our own products have at most SAMPLED_ROWS rows; without tiles they mostly read float32.
         tiles = shapes.in_tiles(config, rows, self._known["shared"])
@@ -238,32 +230,23 @@ class CudaBackend:
         """Copies the file's bytes to the device and converts them there (`cuda.dequantise`)."""
         return convert_on_device(self._device, checkpoint, tensors)
 
-    def exchanges_sums(
-        self, config: LlamaConfig, rows: int, context: int, *, formats: Formats = UNPACKED
-    ) -> bool:
-        count = self._properties.multiprocessors
-        tuning = self._tuning(config, rows, context)
-        apart = shapes.without_block(tuning, config, multiprocessors=count)
-        return Lowering(config, rows, apart, formats, count).exchanges_sums()
+    def exchanges_sums(self, model: DeviceModel, rows: int) -> bool:
+        config, count = model.config, self._properties.multiprocessors
+        apart = shapes.without_block(self._tuning(model, rows), config, multiprocessors=count)
+        return Lowering(config, rows, apart, model.formats, count).exchanges_sums()
 
     def bind(
-        self,
-        program: Sequence[KernelCall | BoundCall],
-        config: LlamaConfig,
-        rows: int,
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
+        self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int
     ) -> tuple[BoundCall, ...]:
         """Implements `Backend.bind`; kernels, which differ by rows, are compiled concurrently."""
         given: dict[str, Any] = {"multiprocessors": self._properties.multiprocessors}
-        given |= {"rows": rows, "tuning": self._tuning(config, rows, context), "formats": formats}
+        given |= {"rows": rows, "tuning": self._tuning(model, rows), "formats": model.formats}
         lowered: Sequence[Lowered | BoundCall]
-        if self._multiplies(config, rows, formats):
-            single = self._tuning(config, 1, context)
-            lowered = lower_with_library(program, config, single=single, **given)
+        if self._multiplies(model, rows):
+            single = self._tuning(model, 1)
+            lowered = lower_with_library(program, model.config, single=single, **given)
         else:
-            lowered = lower(program, config, context=context, **given)
+            lowered = lower(program, model.config, context=model.context, **given)
         launches = [one for one in lowered if isinstance(one, CudaLaunch)]
         # Keyed by `compiled`: matrices of one kind may be packed differently from layer to layer.
         first_uses = {one.compiled: one for one in launches}

@@ -9,7 +9,13 @@ import numpy as np
 
 from ostinato import Device, LaunchConfig, Source
 from ostinato.errors import InputError, NotAvailableError
-from ostinato.models.backend import UNPACKED, Backend, BoundCall, BoundLaunch, WeightsKind
+from ostinato.models.backend import (
+    Backend,
+    BoundCall,
+    BoundLaunch,
+    DeviceModel,
+    WeightsKind,
+)
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
@@ -50,29 +56,16 @@ class HostBackend(Backend):
             raise InputError(
                 "weights in bfloat16 are for GPUs; the CPU's kernels read packed ones, or float32"
             )
-        return UNPACKED
+        return {}
 
-    def workspace_bytes(
-        self,
-        config: LlamaConfig,
-        rows: Iterable[int],
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
-    ) -> int:
+    def workspace_bytes(self, model: DeviceModel, rows: Iterable[int]) -> int:
         """Returns the bytes of each row's widest product and of its normed inputs."""
-        c = config
+        c = model.config
         widest = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
         return max(rows) * (widest + c.hidden) * 4
 
     def bind(
-        self,
-        program: Sequence[KernelCall | BoundCall],
-        config: LlamaConfig,
-        rows: int,
-        context: int,
-        *,
-        formats: Formats = UNPACKED,
+        self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int
     ) -> tuple[BoundCall, ...]:
         """Implements `Backend.bind`.  A host kernel computes the whole grid in one call; the launch
         shape is only informative."""
