@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,30 +65,15 @@ WIDE = {
         32, 8, 64, inner=8192, vocabulary=128256, tied_embeddings=True, layers=2, rope_theta=5e5
     ),
     "as Qwen2.5-0.5B": llama(
-        14,
-        2,
-        64,
-        inner=4864,
-        vocabulary=32003,
-        tied_embeddings=True,
-        layers=2,
-        rope_theta=1e6,
+        14, 2, 64, inner=4864, vocabulary=32003, tied_embeddings=True, layers=2, rope_theta=1e6,
         qkv_bias=True,
     ),
     "as Qwen3-0.6B": llama(
-        16,
-        8,
-        128,
-        hidden=1024,
-        inner=3072,
-        vocabulary=32003,
-        tied_embeddings=True,
-        layers=2,
-        rope_theta=1e6,
-        qk_norm=True,
+        16, 8, 128, hidden=1024, inner=3072, vocabulary=32003, tied_embeddings=True, layers=2,
+        rope_theta=1e6, qk_norm=True,
     ),
     "as Llama-3.1-8B": llama(32, 8, 128, inner=14336, vocabulary=128256, layers=1, rope_theta=5e5),
-}
+}  # fmt: skip
 """The widths of real models, a few layers deep: what is tuned for a shape is tuned for these."""
 
 PER_LAUNCH = 4
@@ -133,6 +118,50 @@ WAYS = {
     "captured, WHILE": Way({}, {"tokens_per_launch": PER_LAUNCH}),
     "recorded, WHILE": Way({"build": "record"}, {"tokens_per_launch": PER_LAUNCH}),
 }
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "captured": {},
+    "captured at once": {"warmups": 0},
+    "recorded": {"build": "record"},
+    "checked": {"verify": "first"},
+    "checked always": {"verify": 1},
+    "host sets rows": {"device_state": False},
+}
+"""Options of a decoder that change how its steps run, and no answer."""
+
+
+def answer(decoder: Decoder, prompt: Sequence[int], count: int) -> list[tuple[int, bytes]]:
+    """Tokens after a prompt, step by step, each with the logits that it was chosen from."""
+    decoder.reset()
+    found = []
+    for number in range(count):
+        token = decoder.prefill(prompt) if number == 0 else decoder.decode()
+        found.append((token, decoder.logits().tobytes()))
+    return found
+
+
+def check_ways(
+    opened: Callable[..., Decoder], run: Callable[[Decoder], object], *ways: dict[str, Any]
+) -> list[int]:
+    """`run` gives the same bits eagerly, and in each way first eagerly, then captured or recorded,
+    then replayed.  `opened`: makes the decoder, from the options of a way.  Returns the number of
+    graphs of each way."""
+    graphs = []
+    with opened(graphs=False) as eager:
+        wanted = run(eager)
+        assert eager.statistics().launches_replayed == 0
+    for options in ways:
+        with opened(**options) as decoder:
+            for _ in range(3):
+                assert run(decoder) == wanted, options
+            numbers = decoder.statistics()
+            assert not numbers.quarantined and not numbers.one_by_one, options
+            assert (numbers.launches_replayed > 0) == options.get("graphs", True), options
+            if "verify" in options:
+                assert sum(step.verified for step in numbers.steps.values()) >= 3
+            graphs.append(numbers.graphs_captured)
+    return graphs
 
 
 def on_both(name: str, host: Iterable[object], cuda: Iterable[object]) -> pytest.MarkDecorator:

@@ -37,18 +37,9 @@ from ostinato.models.program import (
     loop_call,
 )
 from tests.models.model_files import CONFIG, write_gguf
+from tests.models.random_models import llama
 
-MODEL = LlamaConfig(
-    hidden=192,
-    layers=3,
-    heads=3,
-    kv_heads=1,
-    head_size=64,
-    inner=136,
-    vocabulary=257,
-    context_length=512,
-    tied_embeddings=True,
-)
+MODEL = llama(3, 1, 64, inner=136, vocabulary=257, context_length=512, tied_embeddings=True)
 
 
 @dataclass

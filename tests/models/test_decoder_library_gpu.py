@@ -13,7 +13,7 @@ from ostinato.device import Device
 from ostinato.models.cuda.products import LibraryProducts, MatrixProduct, open_products
 from ostinato.models.decoder import Decoder
 from tests.models import proof
-from tests.models.proof import RELATIVE, difference, expected
+from tests.models.proof import RELATIVE, check_ways, difference, expected
 from tests.models.random_models import RandomModel, llama
 
 pytestmark = pytest.mark.gpu
@@ -159,20 +159,13 @@ def run(decoder: Decoder, sequences: int = 16) -> list[bytes]:
     for _ in range(3):
         decoder.decode_batch(range(sequences))
         found += [decoder.logits(sequence).tobytes() for sequence in range(sequences)]
+    assert used(decoder)
     return found
 
 
 @pytest.mark.parametrize("options", [{}, {"build": "record"}, {"verify": "first"}, {"warmups": 0}])
 def test_every_way_gives_the_same_bits(gpu: Device, options: dict[str, Any]) -> None:
-    config = SHAPES[FIRST]
-    with open_decoder(gpu, config, sequences=16, graphs=False) as eager:
-        wanted = run(eager)
-        assert used(eager)
-    with open_decoder(gpu, config, sequences=16, **options) as decoder:
-        for _ in range(3):
-            assert run(decoder) == wanted
-        assert used(decoder)
-        assert decoder.statistics().launches_replayed > 0
+    check_ways(partial(open_decoder, gpu, SHAPES[FIRST], sequences=16), run, options)
 
 
 @pytest.mark.parametrize("build", ["capture", "record"])

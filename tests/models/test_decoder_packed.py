@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
@@ -30,21 +30,18 @@ from ostinato.models.weights import load_weights
 from tests.models import reference_llama, test_quantised
 from tests.models.emulated import NumpyProducts
 from tests.models.model_files import CONFIG, write_gguf
-from tests.models.proof import furthest
+from tests.models.proof import answer, check_ways, furthest
+from tests.models.random_models import RandomModel, llama
 
-WHOLE = LlamaConfig(
-    hidden=256, layers=8, heads=4, kv_heads=1, head_size=64, inner=512, vocabulary=301,
-    context_length=512, tied_embeddings=True,
-)  # fmt: skip
-RAGGED = LlamaConfig(
-    hidden=288, layers=2, heads=3, kv_heads=1, head_size=96, inner=160, vocabulary=257,
-    context_length=512,
-)  # fmt: skip
+WHOLE = llama(
+    4, 1, 64, layers=8, inner=512, vocabulary=301, context_length=512, tied_embeddings=True
+)
+RAGGED = llama(3, 1, 96, layers=2, inner=160, vocabulary=257, context_length=512)
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
 def prompt(count: int, config: LlamaConfig) -> list[int]:
-    return [int(t) for t in np.random.default_rng(5).integers(0, config.vocabulary, count)]
+    return RandomModel(config).tokens(count, seed=5)
 
 
 def opened(device: Device, config: LlamaConfig, recipe: str, **options: Any) -> Decoder:
@@ -135,19 +132,18 @@ def test_every_way_of_running_gives_the_same_bits(
     host_device: Device, library: NumpyProducts
 ) -> None:
     config = replace(WHOLE, layers=2)
-    tokens, seen = prompt(5, config), set()
-    for options in ({"graphs": False}, {}, {"build": "record"}):
-        with opened(host_device, config, "Q4_K_M", **options) as decoder:
-            decoder.prefill(tokens)
-            found = [decoder.decode() for _ in range(4)]
-            seen.add((tuple(found), decoder.logits().tobytes()))
-            if options == {}:
-                decoder.reset()
-                decoder.prefill(tokens)
-                looped = list(decoder.run(count=4, tokens_per_launch=2))
-                assert (tuple(looped), decoder.logits().tobytes()) in seen
-                assert not decoder.statistics().one_by_one
-    assert len(seen) == 1
+
+    def run(decoder: Decoder) -> list[tuple[int, bytes]]:
+        found = answer(decoder, prompt(5, config), 5)
+        if decoder.statistics().graphs_captured:
+            decoder.reset()
+            first = decoder.prefill(prompt(5, config))
+            looped = [first, *decoder.run(count=4, tokens_per_launch=2)]
+            assert looped == [token for token, _ in found]
+            assert decoder.logits().tobytes() == found[-1][1]
+        return found
+
+    check_ways(partial(opened, host_device, config, "Q4_K_M"), run, {}, {"build": "record"})
 
 
 def test_what_is_packed_is_said(host_device: Device, library: NumpyProducts) -> None:

@@ -4,6 +4,7 @@ against the others."""
 from __future__ import annotations
 
 import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,21 +17,18 @@ from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import device_bytes
 from ostinato.models.decoder import Decoder
 from ostinato.models.weights import load_weights
-from tests.models.proof import difference
+from tests.models.proof import answer, check_ways, difference
+from tests.models.random_models import RandomModel, llama
 
 pytestmark = pytest.mark.gpu
 
 CONTEXT = 602
 POSITIONS = (0, 1, 127, 128, 500, CONTEXT - 1)
 RELATIVE = 1e-2
-CONFIG = LlamaConfig(
-    hidden=512, layers=8, heads=8, kv_heads=2, head_size=64, inner=1536, vocabulary=1003,
-    context_length=1024, tied_embeddings=True,
-)  # fmt: skip
-RAGGED = LlamaConfig(
-    hidden=576, layers=3, heads=9, kv_heads=3, head_size=64, inner=480, vocabulary=301,
-    context_length=1024,
-)  # fmt: skip
+CONFIG = llama(
+    8, 2, 64, layers=8, inner=1536, vocabulary=1003, context_length=1024, tied_embeddings=True
+)
+RAGGED = llama(9, 3, 64, inner=480, vocabulary=301, context_length=1024)
 """Rows end within a brick."""
 # One process has all tests of a case, whose NumPy logits take long.
 CASES = [
@@ -41,8 +39,8 @@ CASES = [
 ]
 
 
-def tokens_of(config: LlamaConfig, count: int, seed: int = 3) -> list[int]:
-    return [int(t) for t in np.random.default_rng(seed).integers(0, config.vocabulary, count)]
+def tokens_of(config: LlamaConfig, count: int) -> list[int]:
+    return RandomModel(config).tokens(count)
 
 
 @functools.cache
@@ -101,32 +99,21 @@ def test_logits_agree_with_numpy_in_pieces(
     assert max(errors.values()) < RELATIVE, errors
 
 
-def run(decoder: Decoder, count: int = 8) -> tuple[list[int], list[bytes]]:
-    decoder.reset()
-    tokens = [decoder.prefill(tokens_of(CONFIG, 75))]
-    logits = [decoder.logits().tobytes()]
-    for _ in range(count):
-        tokens.append(decoder.decode())
-        logits.append(decoder.logits().tobytes())
-    return tokens, logits
-
-
 @pytest.mark.parametrize("recipe", ["Q8_0", "Q4_1", "Q4_K_M"])
 def test_every_way_gives_the_same_bits(gpu: Device, recipe: str) -> None:
-    with opened(gpu, CONFIG, recipe, graphs=False) as eager:
-        wanted = run(eager)
-    for options in ({}, {"build": "record"}, {"verify": 1}, {"device_state": False}):
-        with opened(gpu, CONFIG, recipe, **options) as decoder:
-            for _ in range(3):
-                assert run(decoder) == wanted, options
-            numbers = decoder.statistics()
-            assert not numbers.quarantined
-            assert numbers.launches_replayed > 8
+    prompt = tokens_of(CONFIG, 75)
+
+    def run(decoder: Decoder) -> list[tuple[int, bytes]]:
+        found = answer(decoder, prompt, 9)
+        if decoder.device_state and decoder.statistics().launches_replayed:
             decoder.reset()
-            first = decoder.prefill(tokens_of(CONFIG, 75))
-            looped = [first, *decoder.run(count=8, tokens_per_launch=4)]
-            assert looped == wanted[0]
-            assert decoder.logits().tobytes() == wanted[1][-1]
+            looped = [decoder.prefill(prompt), *decoder.run(count=8, tokens_per_launch=4)]
+            assert looped == [token for token, _ in found]
+            assert decoder.logits().tobytes() == found[-1][1]
+        return found
+
+    ways = ({}, {"build": "record"}, {"verify": 1}, {"device_state": False})
+    check_ways(partial(opened, gpu, CONFIG, recipe), run, *ways)
 
 
 @pytest.mark.parametrize("recipe", ["Q8_0", "Q4_K_M"])

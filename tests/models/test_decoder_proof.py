@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,14 @@ from tests.gpu.foreign import library
 from tests.models.model_files import hf_config, hf_name
 from tests.models.proof import (
     FIRST,
+    MODES,
     RELATIVE,
     SHAPES,
     WAYS,
     WIDE,
     Way,
+    answer,
+    check_ways,
     difference,
     expected,
     furthest,
@@ -169,42 +173,17 @@ def transformers_model(
     return logits
 
 
-MODES: dict[str, dict[str, Any]] = {
-    "captured": {},
-    "captured at once": {"warmups": 0},
-    "recorded": {"build": "record"},
-    "checked": {"verify": "first"},
-    "checked always": {"verify": 1},
-    "host sets rows": {"device_state": False},
-    "host sets rows, eager": {"device_state": False, "graphs": False},
-}
 STEPS = replace(SHAPES[FIRST], layers=2)
 
 
-@on_both("mode", host=MODES, cuda=MODES)
+@on_both("mode", host=[*MODES, "host sets rows, eager"], cuda=[*MODES, "host sets rows, eager"])
 def test_prompts_and_steps_have_the_same_bits_in_every_mode(machine: Device, mode: str) -> None:
-    def run(decoder: Decoder) -> tuple[list[int], list[bytes]]:
-        decoder.reset()
-        tokens = [decoder.prefill(RandomModel(STEPS).tokens(75))]
-        logits = [decoder.logits().tobytes()]
-        for _ in range(6):
-            tokens.append(decoder.decode())
-            logits.append(decoder.logits().tobytes())
-        return tokens, logits
-
-    with open_decoder(machine, STEPS, max_rows=64, graphs=False) as eager:
-        wanted = run(eager)
-        assert eager.statistics().launches_replayed == 0
-    with open_decoder(machine, STEPS, max_rows=64, **MODES[mode]) as decoder:
-        for _ in range(3):
-            assert run(decoder) == wanted
-        numbers = decoder.statistics()
-        assert not numbers.quarantined
-        if MODES[mode].get("graphs", True):
-            assert numbers.graphs_captured == 3  # 64 rows, the rest of the prompt, single tokens
-            assert numbers.launches_replayed > 12
-        if "verify" in MODES[mode]:
-            assert sum(step.verified for step in numbers.steps.values()) >= 3
+    options = MODES.get(mode, {"device_state": False, "graphs": False})
+    opened = partial(open_decoder, machine, STEPS, max_rows=64)
+    prompt = RandomModel(STEPS).tokens(75)
+    graphs = check_ways(opened, lambda decoder: answer(decoder, prompt, 7), options)
+    # 64 rows, the rest of the prompt, single tokens.
+    assert graphs == [3 if options.get("graphs", True) else 0]
 
 
 @on_both("max_rows", host=[1, 2, 3, 4, 8, 64], cuda=[1, 3, 8, 64])
@@ -267,16 +246,6 @@ def test_a_step_gives_the_same_bits_each_time(machine: Device, rows: int, repeat
 # ---------------------------------------------------------------------------------- a large model
 
 
-def decode_again(decoder: Decoder, prompt: Sequence[int], count: int) -> list[tuple[int, bytes]]:
-    """Tokens after a prompt, each with the logits that it was chosen from."""
-    decoder.reset()
-    found = []
-    for number in range(count):
-        token = decoder.prefill(prompt) if number == 0 else decoder.decode()
-        found.append((token, decoder.logits().tobytes()))
-    return found
-
-
 @on_both("layers", host=[], cuda=[32])
 def test_the_whole_of_an_8b_model_decodes_and_its_graphs_are_exact(
     machine: Device, layers: int
@@ -286,10 +255,10 @@ def test_the_whole_of_an_8b_model_decodes_and_its_graphs_are_exact(
     prompt = RandomModel(config).tokens(21)
     with open_decoder(machine, config, max_context=63) as decoder:
         with decoder.profile():
-            eager = decode_again(decoder, prompt, 8)
+            eager = answer(decoder, prompt, 8)
         assert decoder.statistics().launches_replayed == 0
         for _ in range(3):
-            assert decode_again(decoder, prompt, 8) == eager
+            assert answer(decoder, prompt, 8) == eager
         numbers = decoder.statistics()
     assert not numbers.quarantined and numbers.launches_replayed >= 16
     assert len({token for token, _ in eager}) > 1

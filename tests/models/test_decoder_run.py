@@ -25,6 +25,7 @@ from ostinato.models.sampling import SamplingOptions, sample
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import TokenRing
 from tests.conftest import open_test_device
+from tests.models.proof import MODES
 from tests.models.random_models import RandomModel, llama
 
 CONTEXT = 300
@@ -91,16 +92,7 @@ def past(decoder: Decoder) -> bytes:
 
 # ------------------------------------------------------------------------------ every way the same
 
-DECODERS: dict[str, dict[str, Any]] = {
-    "eager": {"graphs": False},
-    "captured": {},
-    "captured at once": {"warmups": 0},
-    "recorded": {"build": "record"},
-    "checked": {"verify": "first"},
-    "checked always": {"verify": 1},
-    "host sets rows": {"device_state": False},
-    "one graph at a time": {"graph_budget": 1},
-}
+DECODERS = {"eager": {"graphs": False}, "one graph at a time": {"graph_budget": 1}, **MODES}
 RUNS: dict[str, dict[str, Any]] = {
     "one a launch": {},
     "one a launch, none ahead": {"ahead": 0},

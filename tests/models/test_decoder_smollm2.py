@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import threadpoolctl
 from ostinato.device import open_device
 from ostinato.models.decoder import Decoder
 from ostinato.models.host import packed_kernels as kernels_packed
+from tests.models.proof import answer, check_ways
 
 REFERENCE: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "data" / "reference_smollm2.json").read_text(encoding="utf-8")
@@ -86,43 +88,11 @@ def test_greedy_tokens_and_their_logits_equal_transformers(
 
 @pytest.mark.slow
 @BOTH
-def test_a_long_prompt_in_pieces_equals_itself_token_by_token(decoder: Decoder) -> None:
-    tokens = [token for prompt in PROMPTS.values() for token in prompt["prompt_ids"]][:100]
-    decoder.reset()
-    decoder.prefill(tokens)
-    whole = decoder.logits()
-    decoder.reset()
-    decoder.prefill(tokens[:70])
-    for token in tokens[70:]:
-        decoder.prefill([token])
-    np.testing.assert_allclose(decoder.logits(), whole, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-@BOTH
 def test_replay_equals_eager_and_recorded_bit_for_bit(decoder: Decoder, smollm2_path: Path) -> None:
+    opened = partial(Decoder, decoder.device, smollm2_path, max_context=128, stop_tokens=())
     prompt = PROMPTS["chat_question"]["prompt_ids"]
-
-    def run(of: Decoder) -> tuple[list[int], list[bytes]]:
-        of.reset()
-        tokens, logits = [of.prefill(prompt)], [of.logits().tobytes()]
-        for _ in range(6):
-            tokens.append(of.decode())
-            logits.append(of.logits().tobytes())
-        return tokens, logits
-
-    replayed = run(decoder)
-    before = decoder.statistics()
-    assert run(decoder) == replayed
-    after = decoder.statistics()
-    assert after.launches_eager == before.launches_eager
-    assert after.launches_replayed == before.launches_replayed + 7
-    assert after.launches_per_token == 153
-    for options in ({"graphs": False}, {"build": "record"}):
-        with Decoder(
-            decoder.device, smollm2_path, max_context=128, stop_tokens=(), **options
-        ) as other:
-            assert run(other) == replayed
+    check_ways(opened, lambda other: answer(other, prompt, 7), {}, {"build": "record"})
+    assert decoder.statistics().launches_per_token == 153
 
 
 @pytest.mark.slow

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ostinato.driver.host.kernel import HostKernel
-from ostinato.models.config import LlamaConfig, RopeScaling, rope_inverse_frequencies
+from ostinato.models.config import RopeScaling, rope_inverse_frequencies
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.plan import rope_table
 from ostinato.models.program import (
@@ -26,6 +27,7 @@ from ostinato.models.program import (
 )
 from ostinato.models.sampling import sample, uniform
 from tests.models import reference_llama as reference
+from tests.models.random_models import llama
 
 NAN = np.float32(np.nan)
 F32 = {"rtol": 2e-5, "atol": 2e-5}
@@ -71,18 +73,7 @@ def random(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def config_of(heads: int, kv_heads: int, head_size: int, **more: Any) -> LlamaConfig:
-    return LlamaConfig(
-        hidden=heads * head_size,
-        layers=1,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        inner=33,
-        vocabulary=37,
-        context_length=64,
-        **more,
-    )
+config_of = partial(llama, layers=1, inner=33, vocabulary=37, context_length=64)
 
 
 SHAPES = [(1, 1, 2), (3, 1, 6), (4, 2, 16), (9, 3, 64), (8, 1, 10), (8, 8, 4)]
