@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from ostinato.device import Device
 from ostinato.models.config import LlamaConfig, RopeScaling
 from ostinato.models.decoder import Decoder
+from ostinato.models.stepper import TokenRing
 from tests.models import reference_llama
 from tests.models.random_models import RandomModel, llama
 
@@ -162,6 +164,23 @@ def check_ways(
                 assert sum(step.verified for step in numbers.steps.values()) >= 3
             graphs.append(numbers.graphs_captured)
     return graphs
+
+
+@contextmanager
+def interrupted(at: int) -> Iterator[None]:
+    """Raises KeyboardInterrupt in place of the block's wait number `at` for tokens."""
+    wait, calls = TokenRing.wait, 0
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise KeyboardInterrupt
+        wait(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TokenRing, "wait", interrupt)
+        yield
 
 
 def on_both(name: str, host: Iterable[object], cuda: Iterable[object]) -> pytest.MarkDecorator:

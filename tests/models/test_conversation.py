@@ -17,8 +17,8 @@ from ostinato.errors import ClosedError, InputError, ModelFormatError
 from ostinato.models.conversation import Conversation
 from ostinato.models.generate import TextGenerator
 from ostinato.models.sampling import SamplingOptions
-from ostinato.models.stepper import TokenRing
 from tests.models.model_files import CONFIG, write_gguf
+from tests.models.proof import interrupted
 
 HOT = SamplingOptions(temperature=1.5, seed=3, repetition_penalty=1.2)
 CHAT: dict[str, Any] = {"max_tokens": 8, "sampling": HOT}
@@ -109,24 +109,13 @@ def test_a_stopped_answer_stays_as_far_as_it_was_shown(
 
 @pytest.mark.parametrize("calls", [1, 2, 4])
 def test_an_interruption_leaves_what_was_shown(
-    generator: TextGenerator, host_device: Device, tiny: Path, calls: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    generator: TextGenerator, host_device: Device, tiny: Path, calls: int
+) -> None:
     conversation = generator.chat(**CHAT)
     said(conversation, "ab")
     before = conversation.messages
-    answer, original, left = conversation.say("the end"), TokenRing.wait, calls
-
-    def wait(*arguments: Any, **options: Any) -> None:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-        original(*arguments, **options)
-
-    shown = []
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TokenRing, "wait", wait)
+    answer, shown = conversation.say("the end"), []
+    with interrupted(calls):
         for piece in answer:
             shown.append(piece)
     messages = conversation.messages

@@ -27,13 +27,14 @@ from ostinato.models.decoder import Decoder, backend_for
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import STATE
-from ostinato.models.sampling import GREEDY, SamplingOptions, sample
+from ostinato.models.sampling import GREEDY, SamplingOptions
 from ostinato.models.sequences import Sequence
 from ostinato.models.weights import load_weights
 from ostinato.testing import FaultyDriver
 from tests.interrupted import interrupt, lines
 from tests.models import reference_llama as reference
 from tests.models.model_files import CONFIG, weights, write_folder, write_gguf
+from tests.models.proof import interrupted
 
 PROMPT = [5, 17, 200, 3, 99, 42, 7, 260, 11, 64, 128]
 LOGITS = {"rtol": 1e-3, "atol": 2e-4}
@@ -278,58 +279,6 @@ def test_steps_have_rows_for_all_sequences_by_themselves(host_device: Device, ti
 # ---------------------------------------------------------------------- sampling, stopping, errors
 
 
-def test_min_p_and_repetition_penalty_are_the_reference_and_reach_replays(
-    decoder: Decoder,
-) -> None:
-    decoder.set_sampling(GREEDY)
-    greedy = generate(decoder, 8)
-    captured = decoder.statistics().graphs_captured
-    for options in (
-        SamplingOptions(repetition_penalty=1.5),
-        SamplingOptions(2.0, seed=4, min_p=0.2),
-        SamplingOptions(2.0, 50, 0.9, 5, min_p=0.01, repetition_penalty=0.8),
-    ):
-        decoder.set_sampling(options)
-        decoder.reset()
-        tokens = [decoder.prefill(PROMPT)]
-        while len(tokens) < 8:
-            tokens.append(decoder.decode())
-        decoder.reset()
-        again = [decoder.prefill(PROMPT), *decoder.run(count=7, tokens_per_launch=3)]
-        assert again == tokens, "a loop on the device sees the same history"
-        # Once more after a cut: what lay behind it is history no more.
-        decoder.truncate(len(PROMPT) + 2)
-        history = [*PROMPT, *tokens[:2]]
-        for index in range(2, 8):
-            token = decoder.decode()
-            assert token == tokens[index] == sample(
-                decoder.logits(), options.temperature, options.top_k, options.top_p, options.seed,
-                len(PROMPT) + index, min_p=options.min_p,
-                repetition_penalty=options.repetition_penalty, history=history,
-            )  # fmt: skip
-            history.append(token)
-        assert tokens != greedy
-    decoder.set_sampling(GREEDY)
-    assert generate(decoder, 8) == greedy
-    assert decoder.statistics().graphs_captured <= captured + 2  # the loop's too
-
-
-def test_stops_at_an_end_token(decoder: Decoder) -> None:
-    decoder.set_sampling(SamplingOptions(temperature=5.0, seed=1))  # greedily it repeats itself
-    tokens = generate(decoder, 10)
-    end = next(i for i in range(3, 10) if tokens[i] not in tokens[:i])
-    decoder.set_stop_tokens([279, tokens[end]])
-    decoder.reset()
-    again = [decoder.prefill(PROMPT)]
-    while not decoder.stopped():
-        again.append(decoder.decode())
-    assert again == tokens[: end + 1]
-    with pytest.raises(InputError, match="sequence 0 has stopped"):
-        decoder.decode()
-    decoder.set_stop_tokens(())
-    assert decoder.decode() == tokens[end + 1], "it goes on once the token is no end any more"
-
-
 def test_other_settings_start_nothing_that_they_stop_too(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, sequences=2) as decoder:
         end = decoder.prefill(PROMPT)
@@ -353,14 +302,9 @@ def test_other_settings_start_nothing_that_they_stop_too(host_device: Device, ti
         assert decoder.stopped(1)
 
 
-def test_stops_at_the_limit_and_at_the_context(host_device: Device, tiny: Path) -> None:
+def test_stops_at_the_context(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, stop_tokens=(), max_context=16) as decoder:
-        decoder.set_sampling(SamplingOptions(), limit=len(PROMPT) + 2)
         tokens = [decoder.prefill(PROMPT)]
-        while not decoder.stopped():
-            tokens.append(decoder.decode())
-        assert len(tokens) == 3
-        decoder.set_sampling(SamplingOptions())
         while not decoder.stopped():
             tokens.append(decoder.decode())
         assert len(PROMPT) + len(tokens) == 17, "the last one has no place in the cache any more"
@@ -475,38 +419,20 @@ def test_a_profile_inside_of_a_profile_is_refused(decoder: Decoder) -> None:
     assert times
 
 
-def test_an_interrupted_step_can_be_run_again(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_step_can_be_run_again(decoder: Decoder) -> None:
     tokens = generate(decoder, 8)
     decoder.truncate(len(PROMPT) + 4)
-    interrupted = decoder.stream.synchronize
-
-    def interrupt() -> None:
-        monkeypatch.setattr(decoder.stream, "synchronize", interrupted)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(decoder.stream, "synchronize", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(1):
         decoder.decode()
     assert decoder.tokens() == (*PROMPT, *tokens[:4])
     assert [decoder.decode() for _ in range(4)] == tokens[4:]
 
 
-def test_an_interrupted_prompt_leaves_whole_pieces(
-    host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_prompt_leaves_whole_pieces(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, stop_tokens=(), max_rows=4) as decoder:
         tokens = generate(decoder, 4)
         decoder.reset()
-        synchronize = decoder.stream.synchronize
-
-        def interrupt() -> None:
-            monkeypatch.setattr(decoder.stream, "synchronize", synchronize)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(decoder.stream, "synchronize", interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted(1):
             decoder.prefill(PROMPT)
         done = decoder.tokens()
         assert done == tuple(PROMPT[:8])

@@ -17,8 +17,8 @@ from ostinato.models.files.open import open_checkpoint
 from ostinato.models.generate import TextGenerator
 from ostinato.models.generation import AnswerText
 from ostinato.models.sampling import SamplingOptions
-from ostinato.models.stepper import TokenRing
 from tests.models.model_files import SPECIAL, THINKING, write_folder
+from tests.models.proof import interrupted
 
 HOT = SamplingOptions(temperature=5.0, seed=3)
 
@@ -148,26 +148,13 @@ def test_an_answer_goes_on_with_the_last_message(generator: TextGenerator) -> No
         generator.generate("hi", continue_last=True)
 
 
-def test_an_interruption_goes_to_the_caller_and_leaves_a_summary(
-    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_goes_to_the_caller_and_leaves_a_summary(generator: TextGenerator) -> None:
     generator.decoder.set_stop_tokens(())
     whole = generator.generate("abc", max_tokens=12, sampling=HOT)
     list(whole)
     answer = generator.generate("abc", max_tokens=12, sampling=HOT)
-    with monkeypatch.context() as patch:
-        original, calls = TokenRing.wait, 0
-
-        def wait(*arguments: Any, **options: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == 5:
-                raise KeyboardInterrupt
-            original(*arguments, **options)
-
-        patch.setattr(TokenRing, "wait", wait)
-        with pytest.raises(KeyboardInterrupt):
-            list(answer)
+    with interrupted(5):
+        list(answer)
     summary = answer.summary()
     assert summary.finish_reason == "interrupted"
     assert summary.token_ids == whole.token_ids[:4]

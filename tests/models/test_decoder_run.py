@@ -5,6 +5,7 @@ A silent wrong answer here would be a token of another step, or logits of a late
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from ostinato.models.sampling import SamplingOptions, sample
 from ostinato.models.sequences import Sequence
 from ostinato.models.stepper import TokenRing
 from tests.conftest import open_test_device
-from tests.models.proof import MODES
+from tests.models.proof import MODES, interrupted
 from tests.models.random_models import RandomModel, llama
 
 CONTEXT = 300
@@ -191,54 +192,79 @@ def test_a_replayed_token_is_one_launch_and_no_host_write(decoder: Decoder) -> N
 
 
 def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None:
+    """Step by step, in a loop on the device, and after a cut, behind which there is no history."""
+
     def answer(options: SamplingOptions) -> list[int]:
         decoder.set_sampling(options)
         decoder.reset()
-        tokens = []
-        for index in range(12):
+        tokens: list[int] = []
+        for index in (*range(12), *range(6, 12)):
+            if index == 6:
+                decoder.truncate(len(PROMPT) + 6)
+                del tokens[6:]
             tokens.append(decoder.prefill(PROMPT) if index == 0 else decoder.decode())
-            given = options.temperature, options.top_k, options.top_p, options.seed
-            assert tokens[-1] == sample(decoder.logits(), *given, len(PROMPT) + index)
+            assert tokens[-1] == sample(
+                decoder.logits(), options.temperature, options.top_k, options.top_p, options.seed,
+                len(PROMPT) + index, min_p=options.min_p,
+                repetition_penalty=options.repetition_penalty, history=[*PROMPT, *tokens[:index]],
+            )  # fmt: skip
+        decoder.reset()
+        assert [decoder.prefill(PROMPT), *decoder.run(count=11, tokens_per_launch=4)] == tokens
         return tokens
 
     greedy = answer(SamplingOptions())
     captured = decoder.statistics().graphs_captured
-    options = SamplingOptions(temperature=1.3, top_k=50, top_p=0.95, seed=(7 << 40) + 1)
-    tokens = answer(options)
-    assert tokens != greedy
-    assert answer(options) == tokens, "the same seed gives the same tokens"
-    assert answer(replace(options, seed=2)) != tokens
+    for options in (
+        SamplingOptions(temperature=1.3, top_k=50, top_p=0.95, seed=(7 << 40) + 1),
+        SamplingOptions(repetition_penalty=1.5),
+        SamplingOptions(2.0, seed=4, min_p=0.2),
+        SamplingOptions(2.0, 50, 0.9, 5, min_p=0.01, repetition_penalty=0.8),
+    ):
+        tokens = answer(options)
+        assert tokens != greedy
+        assert answer(options) == tokens, "the same seed gives the same tokens"
+        assert options.is_greedy or answer(replace(options, seed=2)) != tokens
+    assert answer(SamplingOptions()) == greedy
     assert decoder.statistics().graphs_captured <= captured + 1
 
 
 # --------------------------------------------------------------------------------------- the end
 
 
-@pytest.mark.parametrize("tokens_per_launch", [1, 4, 16])
+def rest_of(decoder: Decoder, tokens_per_launch: int) -> Iterator[int]:
+    """The tokens until the sequence stops: of a run, or of single steps if that is 0."""
+    if tokens_per_launch:
+        yield from decoder.run(tokens_per_launch=tokens_per_launch)
+    while not decoder.stopped():
+        yield decoder.decode()
+
+
+@pytest.mark.parametrize("tokens_per_launch", [0, 1, 4, 16])
 def test_ends_at_an_end_token_and_no_step_runs_after_it(
     decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int
 ) -> None:
     tokens = wanted["PROMPT"]
     end = next(i for i in range(6, COUNT) if tokens[i] not in tokens[:i])
-    decoder.set_stop_tokens([tokens[end]])
+    decoder.set_stop_tokens([256, tokens[end]])
     for _ in range(3):
         decoder.reset()
         first = decoder.prefill(PROMPT)
-        assert [first, *decoder.run(tokens_per_launch=tokens_per_launch)] == tokens[: end + 1]
+        assert [first, *rest_of(decoder, tokens_per_launch)] == tokens[: end + 1]
         assert decoder.stopped()
         assert decoder.logits().tobytes() == wanted["PROMPT logits"][end]
-        with pytest.raises(InputError, match="sequence 0 has stopped"):
-            decoder.run()
+        for call in (decoder.run, decoder.decode):
+            with pytest.raises(InputError, match="sequence 0 has stopped"):
+                call()
     if tokens_per_launch > 1:
         # Launches that came too late counted nothing down: the loop did not even begin.
         counter = decoder.plan.buffers["counter"].to_numpy(decoder.stream)
         assert counter.tolist() == [tokens_per_launch]
     decoder.set_stop_tokens(())
-    rest = list(decoder.run(count=5, tokens_per_launch=tokens_per_launch))
-    assert rest == tokens[end + 1 : end + 6], "it goes on once the token is no end any more"
+    rest = itertools.islice(rest_of(decoder, tokens_per_launch), 5)
+    assert [*rest] == tokens[end + 1 : end + 6], "it goes on once the token is no end any more"
 
 
-@pytest.mark.parametrize("tokens_per_launch", [1, 4, 16])
+@pytest.mark.parametrize("tokens_per_launch", [0, 1, 4, 16])
 @pytest.mark.parametrize("more", [1, 2, 4, 7, 16, 21])
 def test_ends_at_the_limit(
     decoder: Decoder, wanted: dict[str, list[Any]], tokens_per_launch: int, more: int
@@ -246,7 +272,7 @@ def test_ends_at_the_limit(
     decoder.set_sampling(HOT, limit=len(PROMPT) + more)
     for _ in range(2):
         decoder.reset()
-        tokens = [decoder.prefill(PROMPT), *decoder.run(tokens_per_launch=tokens_per_launch)]
+        tokens = [decoder.prefill(PROMPT), *rest_of(decoder, tokens_per_launch)]
         assert tokens == wanted["PROMPT"][: more + 1]
         assert decoder.stopped()
         assert decoder.logits().tobytes() == wanted["PROMPT logits"][more]
@@ -889,30 +915,17 @@ def test_nan_logits_end_a_run_with_an_error(
 @pytest.mark.parametrize("tokens_per_launch", [1, 4])
 @pytest.mark.parametrize("at", [1, 2, 5, 9])
 def test_an_interrupted_run_can_be_taken_up(
-    decoder: Decoder,
-    wanted: dict[str, list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    at: int,
-    tokens_per_launch: int,
+    decoder: Decoder, wanted: dict[str, list[Any]], at: int, tokens_per_launch: int
 ) -> None:
     decoder.prefill(PROMPT)
     list(decoder.run(count=9, tokens_per_launch=tokens_per_launch))
     decoder.reset()
     tokens = [decoder.prefill(PROMPT)]
-    wait = TokenRing.wait
-
-    def interrupt(ring: TokenRing, *arguments: Any, **options: Any) -> None:
-        if len(tokens) == at:
-            raise KeyboardInterrupt
-        wait(ring, *arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(TokenRing, "wait", interrupt)
-        under_way = decoder.run(tokens_per_launch=tokens_per_launch)
-        with pytest.raises(KeyboardInterrupt):
-            for token in under_way:
-                tokens.append(token)
-    assert list(under_way) == []
+    under_way = decoder.run(tokens_per_launch=tokens_per_launch)
+    with interrupted(at):
+        for token in under_way:
+            tokens.append(token)
+    assert len(tokens) == at and list(under_way) == []
     assert decoder.tokens() == (*PROMPT, *tokens)
     with pytest.raises(InputError, match="the device is further"):
         decoder.logits()
