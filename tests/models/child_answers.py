@@ -1,4 +1,4 @@
-"""What `test_child` runs in a child: a module with `answer`, which does what it is told."""
+"""The module that `test_child` runs in a child: `answer` does what it is told."""
 
 from __future__ import annotations
 

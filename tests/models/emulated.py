@@ -36,8 +36,8 @@ class EmulatedModules:
 
 
 class EmulatedGpu:
-    """Of a device, what the CUDA backend asks for.  `threads`: see `Emulator`; `shared`: bytes of
-    shared memory that a block may have, the host's if None."""
+    """The members of a device that the CUDA backend uses.  `threads`: see `Emulator`; `shared`:
+    bytes of shared memory that a block may have, the host's if None."""
 
     def __init__(self, device: Device, *, threads: bool = False, shared: int | None = None) -> None:
         self.name = "emulated"

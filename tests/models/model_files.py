@@ -99,7 +99,7 @@ FAMILIES = {
 
 
 def family_of(config: LlamaConfig) -> str:
-    """As config.json names the architecture of a config."""
+    """The name of a config's architecture in config.json."""
     if config.qk_norm:
         return "qwen3"
     if config.qkv_bias:
@@ -133,7 +133,7 @@ def hf_name(name: str) -> str:
 
 
 def permute(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's convert_hf_to_gguf.py does to the rows of wq and wk."""
+    """The order of the rows of wq and wk that llama.cpp's convert_hf_to_gguf.py makes."""
     rows, columns = matrix.shape
     return (
         matrix.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

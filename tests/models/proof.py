@@ -20,8 +20,8 @@ from tests.models import reference_llama
 from tests.models.random_models import RandomModel, llama
 
 RELATIVE = {"host": 1e-5, "cuda": 2e-2}
-"""What logits may differ by from float32 (`furthest`): the order of float32 sums on the host; on
-a GPU, bfloat16 in the KV cache and in the inputs of products of several rows."""
+"""The limits of `furthest` between logits and those in float32.  On the host only the order of sums
+differs; on a GPU, the KV cache and the inputs of products of several rows are bfloat16."""
 
 SCALED = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=256)
 SHAPES = {
@@ -52,7 +52,7 @@ FAMILIES = {
         qk_norm=True, windows=(0, 50, 1),
     ),
 }  # fmt: skip
-"""What other families add to Llama's layers, and all of that at once, which no published model has.
+"""The additions of other families to Llama's layers, and all at once, which no published model has.
 Positions 127 and 128 are a window's last and the first beyond it."""
 SHAPES |= FAMILIES
 """With odd vocabularies and odd contexts (the last position is tested too)."""
@@ -212,7 +212,7 @@ def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
 
 
 def furthest(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
-    """As `difference`, or if that is more, the largest one relative to the largest logit."""
+    """The larger of `difference` and the largest difference relative to the largest logit."""
     largest = np.abs(ours.astype(np.float64) - theirs).max() / np.abs(theirs).max()
     return max(difference(ours, theirs), float(largest))
 

@@ -41,7 +41,7 @@ class MemoryCheckpoint(Checkpoint):
         self._fill = fill
 
     def load(self, into: Mapping[str, npt.NDArray[Any]], *, threads: int = 2) -> None:
-        """As `Checkpoint.load`, one tensor after the other."""
+        """Like `Checkpoint.load`, one tensor after the other."""
         for name, out in into.items():
             self._fill(name, out)
 

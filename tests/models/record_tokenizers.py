@@ -317,7 +317,7 @@ VARIABLES = {
     "enable_thinking": False, "list": [1, {"a": "é"}], "pad_token": "<given>", "nothing": None,
     "tools": [{"type": "function", "function": {"name": "f"}}],
 }  # fmt: skip
-"""What templates are given besides messages; they go before the names of special tokens."""
+"""Variables of templates besides messages; they override the names of special tokens."""
 VARIED = (
     TEMPLATE + "{% if enable_thinking is defined and enable_thinking is false %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
@@ -342,7 +342,7 @@ def begun(text: str) -> list[dict[str, str]]:
 
 
 def rendering(theirs: Any, source: str, messages: Any = MESSAGES, **options: Any) -> str | None:
-    """What transformers renders, or None where it raises an error."""
+    """The text that transformers renders, or None where it raises an error."""
     theirs.chat_template = source
     try:
         text: str = theirs.apply_chat_template(messages, tokenize=False, **options)

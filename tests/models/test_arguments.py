@@ -1,4 +1,4 @@
-"""What counts as a whole number, a number and a token, wherever a caller of models gives one."""
+"""Which values are whole numbers, numbers and tokens, in all calls of models that take them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def opened(tiny: Path) -> Iterator[TextGenerator]:
 
 @pytest.fixture
 def generator(opened: TextGenerator) -> TextGenerator:
-    """As it was when it was opened, and without an end token."""
+    """A reset generator without an end token."""
     opened.decoder.reset()
     opened.decoder.set_stop_tokens(())
     for sequence in range(2):

@@ -225,7 +225,7 @@ BOMBS = {
     "much text": "{{ 'a' * 2000000 }}",
 }
 ENDLESS = ("nested loops", "round", "recursion")
-"""Of processor time alone; the others may meet either limit first."""
+"""Templates that only the limit of processor time ends; the others may meet either limit first."""
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def is_gone(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """As `is_gone`, for one whose parent has ended: whoever adopts it may leave a zombie."""
+    """Like `is_gone`, but also true for a zombie, which the process that adopts it may leave."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

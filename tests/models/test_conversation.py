@@ -55,7 +55,7 @@ def in_cache(generator: TextGenerator) -> tuple[tuple[int, ...], bytes, bytes]:
 def afresh(
     device: Device, tiny: Path, messages: list[dict[str, str]], text: str
 ) -> tuple[str, tuple[tuple[int, ...], bytes, bytes]]:
-    """What another generator, which reads all messages at once, answers to a text after them."""
+    """The answer of another generator, which reads all messages at once, and its cache."""
     with TextGenerator(device, tiny, max_rows=1, stop_tokens=(2,)) as other:
         answer = other.generate([*messages, {"role": "user", "content": text}], **CHAT)
         return "".join(answer), in_cache(other)

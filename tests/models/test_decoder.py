@@ -456,7 +456,7 @@ def test_a_budget_of_one_graph_costs_captures_and_no_answers(
 def test_weights_in_bfloat16_and_through_ordinary_memory(
     host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a device with its own memory and bfloat16 kernels will load."""
+    """A device with its own memory and bfloat16 kernels loads so."""
     apart = replace(host_device.capabilities, host_memory_is_device_memory=False)
     with open_checkpoint(tiny) as checkpoint:
         with monkeypatch.context() as patch:
@@ -526,7 +526,7 @@ def test_replays_of_a_decoder_are_profiled_as_a_steps(
     host_device: Device, tiny: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """Those of single steps and those of a run that is ahead are counted together."""
+    """Replays of single steps and of a run that is ahead are counted together."""
     monkeypatch.setenv("OSTINATO_PROFILE", "1")
     with Decoder(host_device, tiny, stop_tokens=(), warmups=0) as decoder:
         decoder.prefill([1])  # one row, as each that follows

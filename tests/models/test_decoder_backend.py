@@ -200,7 +200,7 @@ def test_blocks_fit_gpus_with_99_kib_of_shared_memory(
     bound = backend.bind(program, here, rows)
     assert max(one.config.shared for one in bound) <= (99 - 3) * 1024
     assert (most > (99 - 3) * 1024) == (rows > 1 or inner == 27648)
-    # What the launches are given is there, also that of one row with too many inputs.
+    # All buffers of the launches exist, also those of one row with too many inputs.
     bounds = {v.name for one in bound for _, v in one.arguments if isinstance(v, BufferArgument)}
     buffers = backend.buffers(here, rows)
     assert ("product_in" in bounds) == ("product_in" in buffers) == (rows > 1 or inner == 27648)

@@ -38,7 +38,7 @@ def prompt_of(sequence: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a step may leave behind: all that outlives it."""
+    """All that outlives a step."""
 
     cache: npt.NDArray[Any]
     logits: npt.NDArray[np.float32]
@@ -160,7 +160,7 @@ def test_a_batch_is_right_and_writes_only_where_it_should(machine: Device, count
 
 
 def values_in(cache: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Of the KV cache, whatever its type."""
+    """The values of a KV cache of either dtype."""
     if cache.dtype == np.uint16:
         return (cache.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return cache

@@ -1,7 +1,6 @@
 """The decoder with its CUDA kernels and no GPU: on the host driver, by the kernels' emulator.
 
-What it shows is that plan, launches and arguments fit the kernels; the rest is in
-test_decoder_proof.py.
+It shows that plan, launches and arguments fit the kernels; the rest is in test_decoder_proof.py.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ SMALL = {
         qk_norm=True,
     ),
 }  # fmt: skip
-"""What other families add to Llama's layers."""
+"""The additions of other families to Llama's layers."""
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows of the decoder: how its graph is made, that memory is given back, and the
+"""The decoder where only a GPU shows it: how its graph is made, that memory is given back, and the
 real model in bfloat16.
 
 What it computes is in test_decoder_proof.py and test_decoder_run.py, on both drivers.

@@ -30,7 +30,7 @@ CONFIG = llama(
     2, 1, 24, layers=2, inner=88, vocabulary=67, context_length=1024, tied_embeddings=True
 )
 FAMILY = replace(CONFIG, qkv_bias=True, qk_norm=True, windows=(70, 0))
-"""What other families add to Llama's layers, all at once."""
+"""All additions of other families to Llama's layers."""
 LIMIT = RELATIVE["cuda"]
 
 

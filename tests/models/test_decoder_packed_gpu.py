@@ -82,9 +82,9 @@ def test_logits_agree_with_numpy_token_by_token(
 def test_logits_agree_with_numpy_in_pieces(
     gpu: Device, config: LlamaConfig, recipe: str, library_rows: Any
 ) -> None:
-    """Of 2 to 512 rows: our kernels on bricks, and a library's on what is unpacked.  Both multiply
-    weights that are rounded to bfloat16: NumPy over such is 8.4e-3 away at position 127 with Q6_K,
-    and 7.3e-3 at most with the other types."""
+    """Pieces of 2 to 512 rows, with our kernels on bricks and with a library's on unpacked weights.
+    Both multiply weights rounded to bfloat16: NumPy over such weights differs by 8.4e-3 at position
+    127 with Q6_K, and by 7.3e-3 at most with the other types."""
     tokens, errors, done = tokens_of(config, CONTEXT), {}, 0
     with opened(gpu, config, recipe, library_rows=library_rows) as decoder:
         for position, theirs in expected(config, recipe).items():

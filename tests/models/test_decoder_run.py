@@ -77,7 +77,7 @@ def wanted(where: Device) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def written(where: Device) -> bytes:
-    """What 24 tokens after PROMPT, step by step and eagerly, leave in the cache."""
+    """The cache after PROMPT and 24 tokens, step by step and eagerly."""
     with open_decoder(where, graphs=False) as eager:
         eager.prefill(PROMPT)
         for _ in range(23):
@@ -497,7 +497,7 @@ INSIDE: dict[str, Callable[[Decoder], object]] = {
 
 
 def in_a_thread(call: Callable[[], object]) -> list[BaseException]:
-    """What the call raises."""
+    """The exceptions that the call raises in another thread."""
     raised: list[BaseException] = []
 
     def run() -> None:

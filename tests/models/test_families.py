@@ -64,7 +64,7 @@ def write_recorded(folder: Path, name: str) -> Path:
 def test_logits_are_those_that_transformers_had(
     host_device: Device, tmp_path: Path, name: str, kind: str
 ) -> None:
-    """As one prompt, as single tokens, and in pieces that end around the window's."""
+    """The tokens come as one prompt, singly, and in pieces that end around the window's end."""
     tokens, wanted = RECORDED[name]["tokens"], RECORDED[name]["logits"]
     assert {WINDOW - 1, WINDOW, WINDOW + 1} <= set(map(int, wanted))
     with kernels(kind), Decoder(host_device, write_recorded(tmp_path, name)) as decoder:

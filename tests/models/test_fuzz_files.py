@@ -24,7 +24,7 @@ from ostinato.models.files.open import open_checkpoint
 from ostinato.models.text import chat, tokenizer_folder, tokenizer_gguf
 from ostinato.models.text.chat import ChatTemplate
 from ostinato.models.text.child import Child
-from ostinato.models.text.tokenizer import load_tokenizer
+from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer
 from tests.models.model_files import byte_tokens, write_folder, write_gguf
 
 GIB = 1 << 30
@@ -109,6 +109,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy of `folder` for one test."""
+    shutil.copytree(folder, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
 # Heads made by hand.
 
 
@@ -148,86 +155,63 @@ def array(kind: int, count: int, values: bytes = b"") -> bytes:
 
 HUGE = (1 << 64) - 1
 LLAMA = entry("general.architecture", STRING, text(b"llama"))
-HOSTILE: dict[str, tuple[bytes, type[ModelError]]] = {
-    "empty": (b"", ModelFormatError),
-    "magic only": (b"GGUF", ModelFormatError),
-    "wrong magic": (head(magic=b"GGML"), ModelFormatError),
-    "version 1": (head(version=1), UnsupportedModelError),
-    "version 99": (head(version=99), UnsupportedModelError),
-    "big-endian": (head(version=3 << 24), UnsupportedModelError),
-    "tensor count": (head(tensors=HUGE), ModelFormatError),
-    "entry count": (head(entries=HUGE), ModelFormatError),
-    "plausible counts": (head(tensors=1 << 13, entries=1 << 11, data=1 << 20), ModelFormatError),
-    "key length": (head(struct.pack("<Q", HUGE), entries=1), ModelFormatError),
-    "text length": (head(entry("k", STRING, struct.pack("<Q", HUGE)), entries=1), ModelFormatError),
-    "not UTF-8": (head(entry("k", STRING, text(b"\xff\xfe")), entries=1), ModelFormatError),
-    "value type": (head(entry("k", 77, b""), entries=1), ModelFormatError),
-    "key twice": (head(LLAMA, LLAMA, entries=2), ModelFormatError),
-    "array count": (head(entry("k", ARRAY, array(STRING, HUGE)), entries=1), ModelFormatError),
-    "array of arrays": (head(entry("k", ARRAY, array(ARRAY, 1)), entries=1), ModelFormatError),
-    "numbers": (head(entry("k", ARRAY, array(F32_ARRAY, HUGE)), entries=1), ModelFormatError),
-    "overflowing numbers": (
-        head(entry("k", ARRAY, array(F32_ARRAY, (1 << 62) + 1)), entries=1),
-        ModelFormatError,
+HOSTILE = {
+    "empty": b"",
+    "magic only": b"GGUF",
+    "wrong magic": head(magic=b"GGML"),
+    "tensor count": head(tensors=HUGE),
+    "entry count": head(entries=HUGE),
+    "plausible counts": head(tensors=1 << 13, entries=1 << 11, data=1 << 20),
+    "key length": head(struct.pack("<Q", HUGE), entries=1),
+    "text length": head(entry("k", STRING, struct.pack("<Q", HUGE)), entries=1),
+    "not UTF-8": head(entry("k", STRING, text(b"\xff\xfe")), entries=1),
+    "value type": head(entry("k", 77, b""), entries=1),
+    "key twice": head(LLAMA, LLAMA, entries=2),
+    "array count": head(entry("k", ARRAY, array(STRING, HUGE)), entries=1),
+    "array of arrays": head(entry("k", ARRAY, array(ARRAY, 1)), entries=1),
+    "numbers": head(entry("k", ARRAY, array(F32_ARRAY, HUGE)), entries=1),
+    "overflowing numbers": head(entry("k", ARRAY, array(F32_ARRAY, (1 << 62) + 1)), entries=1),
+    "two million strings": head(
+        entry("k", ARRAY, array(STRING, 1 << 21)), entries=1, data=17 << 20
     ),
-    "a million strings": (
-        head(entry("k", ARRAY, array(STRING, 1 << 20)), entries=1, data=9 << 20),
-        UnsupportedModelError,  # read, in time; then there is no architecture
+    "alignment 0": head(entry("general.alignment", U32, bytes(4)), entries=1),
+    "alignment 7": head(entry("general.alignment", U32, struct.pack("<I", 7)), entries=1),
+    "no dimensions": head(tensor(shape=()), tensors=1),
+    "nine dimensions": head(tensor(shape=(1,) * 9), tensors=1),
+    "zero rows": head(tensor(shape=(32, 0)), tensors=1),
+    "huge shape": head(tensor(shape=(1 << 40, 1 << 40)), tensors=1),
+    "larger than the file": head(tensor(shape=(1 << 20,)), tensors=1),
+    "offset": head(tensor(offset=1 << 62), tensors=1),
+    "offset unaligned": head(tensor(offset=4), tensors=1),
+    "overlap": head(tensor(b"a", (64,)), tensor(b"b", (64,), offset=32), tensors=2),
+    "name twice": head(tensor(b"a"), tensor(b"a", offset=128), tensors=2),
+    "rows that are no blocks": head(tensor(shape=(33,), kind=8), tensors=1),
+    "nothing but the architecture": head(LLAMA, entries=1),
+}
+UNSUPPORTED = {
+    "version 1": head(version=1),
+    "version 99": head(version=99),
+    "big-endian": head(version=3 << 24),
+    "a million strings": head(
+        entry("k", ARRAY, array(STRING, 1 << 20)), entries=1, data=9 << 20
+    ),  # read, in time; then there is no architecture
+    "numbers that fit": head(entry("k", ARRAY, array(F32_ARRAY, 1 << 21)), entries=1, data=9 << 20),
+    "quantisation unknown": head(tensor(kind=4242), tensors=1),
+    "quantisation unsupported": head(tensor(shape=(256,), kind=16), tensors=1),
+    "no architecture": head(),
+    "architecture is a list": head(
+        entry("general.architecture", ARRAY, array(STRING, 1, text(b"llama"))), entries=1
     ),
-    "two million strings": (
-        head(entry("k", ARRAY, array(STRING, 1 << 21)), entries=1, data=17 << 20),
-        ModelFormatError,
-    ),
-    "numbers that fit": (
-        head(entry("k", ARRAY, array(F32_ARRAY, 1 << 21)), entries=1, data=9 << 20),
-        UnsupportedModelError,
-    ),
-    "alignment 0": (
-        head(entry("general.alignment", U32, bytes(4)), entries=1),
-        ModelFormatError,
-    ),
-    "alignment 7": (
-        head(entry("general.alignment", U32, struct.pack("<I", 7)), entries=1),
-        ModelFormatError,
-    ),
-    "no dimensions": (head(tensor(shape=()), tensors=1), ModelFormatError),
-    "nine dimensions": (head(tensor(shape=(1,) * 9), tensors=1), ModelFormatError),
-    "zero rows": (head(tensor(shape=(32, 0)), tensors=1), ModelFormatError),
-    "huge shape": (head(tensor(shape=(1 << 40, 1 << 40)), tensors=1), ModelFormatError),
-    "larger than the file": (head(tensor(shape=(1 << 20,)), tensors=1), ModelFormatError),
-    "offset": (head(tensor(offset=1 << 62), tensors=1), ModelFormatError),
-    "offset unaligned": (head(tensor(offset=4), tensors=1), ModelFormatError),
-    "overlap": (
-        head(tensor(b"a", (64,)), tensor(b"b", (64,), offset=32), tensors=2),
-        ModelFormatError,
-    ),
-    "name twice": (
-        head(tensor(b"a"), tensor(b"a", offset=128), tensors=2),
-        ModelFormatError,
-    ),
-    "quantisation unknown": (head(tensor(kind=4242), tensors=1), UnsupportedModelError),
-    "quantisation unsupported": (
-        head(tensor(shape=(256,), kind=16), tensors=1),
-        UnsupportedModelError,
-    ),
-    "rows that are no blocks": (head(tensor(shape=(33,), kind=8), tensors=1), ModelFormatError),
-    "no architecture": (head(), UnsupportedModelError),
-    "architecture is a list": (
-        head(entry("general.architecture", ARRAY, array(STRING, 1, text(b"llama"))), entries=1),
-        UnsupportedModelError,
-    ),
-    "nothing but the architecture": (head(LLAMA, entries=1), ModelFormatError),
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [*HOSTILE, *UNSUPPORTED])
 def test_hostile_heads(scratch: Path, name: str) -> None:
-    content, error = HOSTILE[name]
-    scratch.write_bytes(content)
+    error = ModelFormatError if name in HOSTILE else UnsupportedModelError
+    scratch.write_bytes((HOSTILE | UNSUPPORTED)[name])
     with bounded(), pytest.raises(error) as caught:
         use(scratch)
-    assert str(scratch) in str(caught.value)  # says which file
-    assert len(str(caught.value)) < 1000
+    is_short(caught.value, scratch)
 
 
 def test_sparse_file_of_a_terabyte(scratch: Path) -> None:
@@ -413,11 +397,8 @@ NASTY_JSON = {
 
 @pytest.mark.parametrize("name", NASTY_JSON)
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_nasty_json(folder: Path, tmp_path: Path, name: str, file: str) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    content = NASTY_JSON[name].encode("utf-8", "surrogatepass")
-    (copy / file).write_bytes(content)
+def test_nasty_json(copy: Path, name: str, file: str) -> None:
+    (copy / file).write_bytes(NASTY_JSON[name].encode("utf-8", "surrogatepass"))
     survives(copy)
     if file == "config.json":
         with pytest.raises(ModelError):
@@ -451,12 +432,8 @@ def tight() -> Iterator[None]:
      "generation_config.json", "chat_template.jinja", "model.safetensors.index.json"],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "link to a pipe"])
-def test_what_is_no_regular_file_is_not_opened(
-    folder: Path, tmp_path: Path, name: str, kind: str
-) -> None:
-    """A pipe that nobody writes to would be waited for, a device would do what devices do."""
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+def test_only_regular_files_are_opened(copy: Path, name: str, kind: str) -> None:
+    """To open a pipe that nobody writes to waits for ever; to open a device may have effects."""
     (copy / name).unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(copy / name)
@@ -474,7 +451,7 @@ def test_what_is_no_regular_file_is_not_opened(
 def test_a_pipe_that_comes_in_between(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was a regular file when it was looked at."""
+    """`stat` saw a regular file."""
     os.mkfifo(tmp_path / "pipe")
     looked_at = (folder / "config.json").stat()
     monkeypatch.setattr(type(tmp_path), "stat", lambda self: looked_at)
@@ -495,9 +472,7 @@ def test_files_that_may_not_be_read(folder: Path, tmp_path: Path) -> None:
             use(copy)
 
 
-def test_bytes_behind_the_last_tensor(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+def test_bytes_behind_the_last_tensor(copy: Path) -> None:
     with (copy / "model.safetensors").open("ab") as file:
         file.write(b"more")
     with pytest.raises(ModelFormatError, match=r"model\.safetensors: 4 bytes follow the last"):
@@ -507,15 +482,20 @@ def test_bytes_behind_the_last_tensor(folder: Path, tmp_path: Path) -> None:
 LONG_TEXT = "n\u202e\u0001" * 100_000
 
 
+def is_short(error: BaseException, path: Path) -> None:
+    """Asserts that an error's text names the file, is short and can be printed."""
+    assert str(path) in str(error)
+    assert len(str(error)) < 1000 + len(str(path))
+    assert str(error).isprintable()
+
+
 @pytest.mark.parametrize("key", ["general.architecture", "tokenizer.ggml.model",
                                  "tokenizer.ggml.pre", "llama.rope.scaling.type"])  # fmt: skip
 def test_long_texts_of_a_gguf_file_are_cut_in_messages(tmp_path: Path, key: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata={key: LONG_TEXT})
     with pytest.raises(UnsupportedModelError) as caught:
         use(path)
-    assert str(path) in str(caught.value)
-    assert len(str(caught.value)) < 1000
-    assert str(caught.value).isprintable()
+    is_short(caught.value, path)
 
 
 LONG = [LONG_TEXT, [LONG_TEXT], {LONG_TEXT: LONG_TEXT}, 10**4000, [[["x" * 999] * 9] * 9] * 9]
@@ -537,17 +517,11 @@ def test_long_values_of_a_config_are_cut_in_messages(
         try:
             open_checkpoint(tmp_path).close()
         except ModelError as error:
-            assert str(tmp_path) in str(error)
-            assert len(str(error)) < 1000 + len(str(tmp_path))
-            assert str(error).isprintable()
+            is_short(error, tmp_path)
 
 
 @pytest.mark.parametrize("change", ["name", "dtype", "shape", "data_offsets", "shard"])
-def test_long_texts_of_a_safetensors_head_are_cut_in_messages(
-    folder: Path, tmp_path: Path, change: str
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+def test_long_texts_of_a_safetensors_head_are_cut_in_messages(copy: Path, change: str) -> None:
     if change == "shard":
         index = {"weight_map": {"a": LONG_TEXT}}
         (copy / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -561,8 +535,7 @@ def test_long_texts_of_a_safetensors_head_are_cut_in_messages(
         (copy / "model.safetensors").write_bytes(content)
     with bounded(), pytest.raises(ModelError) as caught:
         use(copy)
-    assert len(str(caught.value)) < 1000 + len(str(copy))
-    assert str(caught.value).isprintable()
+    is_short(caught.value, copy)
 
 
 # Tokenizers in GGUF metadata.  `rows`: of the embedding.
@@ -570,9 +543,9 @@ def test_long_texts_of_a_safetensors_head_are_cut_in_messages(
 MANY = 1 << 20
 
 
-def load_gguf(rows: int | None = None, **entries: Any) -> None:
+def load_gguf(rows: int | None = None, **entries: Any) -> Tokenizer:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
-    load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata), vocabulary=rows)
+    return load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata), vocabulary=rows)
 
 
 def test_more_tokens_than_rows_are_refused_before_they_are_built() -> None:
@@ -597,18 +570,16 @@ def test_too_many_special_tokens_are_refused_before_they_are_built() -> None:
 def test_many_special_tokens_are_looked_for_at_once() -> None:
     count = 1 << 16
     tokens = [*(f"<|{index}|>" for index in range(count - 1)), "<unk>", "<", "|"]
-    entries = {
-        "model": "llama",
-        "tokens": tokens,
-        "token_type": [3] * count + [1, 1],
-        "scores": [0.0] * len(tokens),
-        "unknown_token_id": count - 1,
-        "add_bos_token": False,
-        "add_space_prefix": False,
-    }
-    metadata = {f"tokenizer.ggml.{key}": value for key, value in entries.items()}
     with bounded(10.0):
-        tokenizer = load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata))
+        tokenizer = load_gguf(
+            model="llama",
+            tokens=tokens,
+            token_type=[3] * count + [1, 1],
+            scores=[0.0] * len(tokens),
+            unknown_token_id=count - 1,
+            add_bos_token=False,
+            add_space_prefix=False,
+        )
         assert tokenizer.encode("<|" * 50_000 + "<|7|>") == [count, count + 1] * 50_000 + [7]
 
 
@@ -643,16 +614,11 @@ def test_lists_that_do_not_fit_the_tokens(name: str, value: object) -> None:
 def test_tokens_without_text_have_names_of_their_own() -> None:
     tokens, merges = byte_tokens(280)
     tokens[270] = tokens[271] = ""
-    metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.merges": merges,
-    }
-    made = load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata))
+    made = load_gguf(model="gpt2", tokens=tokens, merges=merges)
     assert made.decode([270, 271]) == "[EMPTY_270][EMPTY_271]"  # as llama.cpp has it
 
 
-# tokenizer.json: what stops these is the process that it runs in.
+# tokenizer.json: the process that it runs in stops these.
 
 LONGER = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1_000_000}
 SPLIT = {"type": "Split", "pattern": {"Regex": r"(\w|\w\w)*\z"}, "behavior": "Isolated",
@@ -693,29 +659,9 @@ def test_ids_of_a_vocabulary_that_make_no_sense(folder: Path, ids: dict[str, int
         load_tokenizer(JsonTokenizerSource(copy), vocabulary=280)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"eos_token": "\ud800"}, "eos_token .*ud800.* is no Unicode"),
-        ({"bos_token": {"content": "\ud800"}}, "bos_token .* is no Unicode"),
-        ({"chat_template": [{"name": ["x"], "template": "T"}]}, "has no name"),
-        ({"chat_template": [{"name": None}]}, "has no name"),
-        ({"chat_template": [LONG_TEXT]}, "has no name"),
-    ],
-)
-def test_tokenizer_configs_that_make_no_sense(
-    folder: Path, config: dict[str, Any], words: str
-) -> None:
-    copy = copy_of(folder, "tokenizer-config")
-    (copy / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFormatError, match=rf"tokenizer_config\.json: .*{words}") as caught:
-        use(copy)
-    assert len(str(caught.value)) < 1000 + len(str(copy))
-
-
 @pytest.mark.parametrize("content", [b"\xff", b"x" * (1 << 20) + b"x"], ids=["no text", "long"])
 def test_template_files_that_make_no_sense(folder: Path, content: bytes) -> None:
-    """They were cut, and what was no text replaced: another template then, without a word."""
+    """To cut them, or to replace invalid bytes, would change the template in silence."""
     copy = copy_of(folder, "template")
     (copy / "chat_template.jinja").write_bytes(content)
     with pytest.raises(ModelFormatError, match=r"chat_template\.jinja"):

@@ -231,7 +231,7 @@ def test_a_folder_of_safetensors(hub: FakeHub, tmp_path: Path) -> None:
 def test_weights_that_are_there_twice_are_fetched_once(
     hub: FakeHub, tmp_path: Path, shards: int
 ) -> None:
-    """As of Mistral's: the same weights in the maker's own form, or in another folder."""
+    """Mistral's repositories repeat them in the maker's own form, or in another folder."""
     made = files_of(write_folder(tmp_path / "made", config=FAMILIES["mistral"], shards=shards))
     more = ("consolidated.safetensors", "original/model.safetensors", "onnx/a.safetensors")
     hub.repos["org/twice"] = {**made, **dict.fromkeys(more, b"x")}

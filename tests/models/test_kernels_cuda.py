@@ -52,11 +52,11 @@ SHAPES = {
 
 
 SMALL_SHARED = shapes.dynamic_shared(99 * 1024)
-"""Of compute capability 8.6, 8.9 and 12.0."""
+"""The limit of compute capability 8.6, 8.9 and 12.0."""
 LLAMA_1B = config_of(32, 8, 64, inner=8192, vocabulary=128256, layers=2)
 
-# What other families add to Llama's layers, at sizes for the emulator; heads of odd widths too, and
-# both additions to the heads at once.
+# The additions of other families to Llama's layers, at sizes for the emulator; heads of odd widths
+# too, and both additions to the heads at once.
 FAMILIES = {
     "bias": replace(SMALL, layers=2, qkv_bias=True),
     "norms": config_of(6, 2, 32, hidden=104, inner=136, vocabulary=131, qk_norm=True),
@@ -326,7 +326,7 @@ class Setup:
     some: slice = field(default_factory=lambda: slice(None, None, 2))
     """The cases that the emulator runs."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the bench."""
+    """Options of the bench."""
 
     def bench(self, kernels: Any) -> checks.Bench:
         tunings = {} if self.tuning is None else {self.rows: self.tuning}

@@ -34,7 +34,7 @@ F32 = {"rtol": 2e-5, "atol": 2e-5}
 
 
 class Launch:
-    """What a kernel may do besides: set conditions."""
+    """The launch that a kernel is given: it may set conditions."""
 
     def __init__(self) -> None:
         self.conditions: dict[int, int] = {}
@@ -407,7 +407,7 @@ def test_a_largest_logit_that_is_not_finite_chooses_no_token(
 def test_penalty_and_min_p_are_the_references(
     temperature: float, min_p: float, penalty: float
 ) -> None:
-    """Of sequence 1, whose history behind its position is another sequence's."""
+    """Sequence 1 is sampled; its history behind its position is another sequence's."""
     logits, context = random((2, 101), 5) * 4, 30
     model, adjusted = logits.copy(), np.full((2, 101), NAN)
     history = np.random.default_rng(2).integers(101, size=(2, context), dtype=np.int32)

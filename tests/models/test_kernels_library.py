@@ -78,7 +78,7 @@ def test_what_a_layer_becomes() -> None:
     assert [name for name, p in products.items() if p.accumulate] == [
         *("output_product", "down_product"),
     ]
-    # What the end works on is one row, the last; the same kernels as in a step of one.
+    # The end of the step computes only the last row, with the kernels of a step of one row.
     single = kc.lower(decode_program(SMALL), SMALL, rows=1, context=512)
     for one, alone in zip(step[-2:], single[-2:], strict=True):
         assert (one.kernel, one.options, one.config.grid) == (
@@ -256,7 +256,7 @@ def test_limits_are_said() -> None:
             tuning=default_tuning(SMALL, rows=128, context=512, most=PIECE_ROWS),
             single=default_tuning(SMALL),
         )
-    # As many rows as the attention's counters suffice for, where it has any.
+    # The attention's counters limit the rows, where it has any.
     assert kl.piece_rows(SMALL) == 2048
     assert kl.piece_rows(config_of(64, 8, 128, inner=28672, vocabulary=128256)) == 512
     assert kl.piece_rows(config_of(32, 8, 128, inner=14336, vocabulary=128256)) == 1024

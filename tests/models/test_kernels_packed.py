@@ -67,7 +67,7 @@ def values_of(kind: str, packed: np.ndarray, columns: int) -> np.ndarray:
 
 
 def close(found: np.ndarray, wanted: np.ndarray, relative: float = 1e-5) -> None:
-    """As the issue words it: relative to the largest value."""
+    """Asserts that differences are at most `relative` of the largest value."""
     assert np.abs(found - wanted).max() <= relative * np.abs(wanted).max()
 
 

@@ -218,7 +218,7 @@ def test_an_index_may_name_what_is_not_needed(tmp_path: Path) -> None:
 
 
 def test_shards_beside_a_whole_model_are_refused(tmp_path: Path) -> None:
-    """Of two models in a folder, transformers takes the file and others the shards."""
+    """transformers would read the file, and others the shards."""
     write_folder(tmp_path, weights(seed=1), shards=2)
     write_folder(tmp_path, weights(seed=2))
     with pytest.raises(ModelError, match="names other files"):

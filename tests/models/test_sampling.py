@@ -196,7 +196,7 @@ def test_min_p_is_a_part_of_the_likeliest() -> None:
     kept = {0.0: {0, 1, 2, 3}, 0.25: {1, 2, 3}, 0.4: {1, 2}, 0.6: {1}, 1.0: {1}}
     for min_p, tokens in kept.items():
         assert set(np.flatnonzero(chosen(logits, temperature=1.0, min_p=min_p))) == tokens
-    # Of the distribution at this temperature: a hot one has more tokens that are likely enough.
+    # The temperature comes first: a high one leaves more tokens that are likely enough.
     assert set(np.flatnonzero(chosen(logits, temperature=9.0, min_p=0.6))) == {0, 1, 2, 3}
     both = chosen(logits, temperature=1.0, min_p=0.25, top_k=2)
     assert set(np.flatnonzero(both)) == {1, 2}
@@ -246,7 +246,7 @@ ADVICE: list[tuple[dict[str, Any], SamplingOptions]] = [
         },
         OWN,
     ),
-    # What is left open beside the way to draw is off, as the model's makers tried it.
+    # If a way to draw is set, the other options are off.
     ({"temperature": 0.6, "top_p": 0.9}, SamplingOptions(0.6, top_p=0.9)),
     ({"top_k": 20}, SamplingOptions(1.0, top_k=20)),
     # A penalty alone says nothing of how to draw.

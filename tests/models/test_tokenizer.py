@@ -65,29 +65,32 @@ def from_gguf(**changes: Any) -> Tokenizer:
     return load_tokenizer(GgufTokenizerSource(Path("m.gguf"), metadata(**changes)))
 
 
+def from_json(folder: Path, **changes: Any) -> Tokenizer:
+    """The tokenizer of a folder whose tokenizer.json has these changes."""
+    write_tokenizer(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    model = content["model"] | changes.pop("model", {})
+    file.write_text(json.dumps({**content, **changes, "model": model}), encoding="utf-8")
+    return load_tokenizer(JsonTokenizerSource(folder))
+
+
 def sentencepiece(**changes: Any) -> Tokenizer:
     """A small Llama-2-like vocabulary: specials, 256 bytes, pieces with scores."""
     pieces = ["▁", "h", "e", "l", "o", "w", "r", "d", "he", "ll", "hell", "llo", "hello", "▁hello"]
     pieces += ["▁w", "or", "ld", "▁wor", "▁world", "."]
     scores = [-float(index) for index in range(len(pieces))]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    return load_tokenizer(
-        GgufTokenizerSource(
-            Path("m.gguf"),
-            metadata(
-                **{
-                    "model": "llama",
-                    "pre": None,
-                    "merges": None,
-                    "tokens": tokens,
-                    "scores": [0.0] * 259 + scores,
-                    "token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
-                    "unknown_token_id": 0,
-                    **changes,
-                }
-            ),
-        )
-    )
+    usual: dict[str, Any] = {
+        "model": "llama",
+        "pre": None,
+        "merges": None,
+        "tokens": tokens,
+        "scores": [0.0] * 259 + scores,
+        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
+        "unknown_token_id": 0,
+    }
+    return from_gguf(**(usual | changes))
 
 
 @pytest.fixture(params=["gguf", "json"])
@@ -95,8 +98,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tokeni
     if request.param == "gguf":
         yield from_gguf()
     else:
-        write_tokenizer(tmp_path)
-        yield load_tokenizer(JsonTokenizerSource(tmp_path))
+        yield from_json(tmp_path)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -105,8 +107,7 @@ def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_both_sources_agree(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    left, right = from_gguf(), load_tokenizer(JsonTokenizerSource(tmp_path))
+    left, right = from_gguf(), from_json(tmp_path)
     for text in TEXTS:
         assert left.encode(text) == right.encode(text)
     assert (left.bos_id, left.eos_ids) == (right.bos_id, right.eos_ids)
@@ -176,32 +177,21 @@ WORDS = [
 
 @pytest.mark.parametrize("kind", SPLITS)
 def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, kind: str) -> None:
-    """As these models' own tokenizer.json has it, with a small vocabulary."""
-    write_tokenizer(tmp_path)
-    made = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    """The tokenizer.json has the form of these models' own, with a small vocabulary."""
     begins = kind in ("llama-bpe", "tekken")
-    made["normalizer"] = {"type": "NFC"} if kind == "qwen2" else None
-    made["model"]["ignore_merges"] = begins
-    byte_level = {
-        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False,
-    }  # fmt: skip
-    made["pre_tokenizer"] = {
-        "type": "Sequence",
-        "pretokenizers": [
-            *(
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": one},
-                    "behavior": "Isolated",
-                    "invert": False,
-                }
-                for one in SPLITS[kind]
-            ),
-            byte_level,
-        ],
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made), encoding="utf-8")
-    own = load_tokenizer(JsonTokenizerSource(tmp_path))
+    steps: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
+        for one in SPLITS[kind]
+    ]
+    steps.append(
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    )
+    own = from_json(
+        tmp_path,
+        normalizer={"type": "NFC"} if kind == "qwen2" else None,
+        model={"ignore_merges": begins},
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps},
+    )
     ours = from_gguf(pre=kind, add_bos_token=False)
     for text in WORDS:
         assert ours.encode(text) == own.encode(text), text
@@ -216,7 +206,7 @@ def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, k
     ],
 )
 def test_pre_tokenizers_that_are_the_same(name: str, same: str) -> None:
-    """As llama.cpp has them; what is composed to NFC is Qwen's own text alone."""
+    """llama.cpp has the same pairs; only Qwen's own text is composed to NFC."""
     ours, known = from_gguf(pre=name), from_gguf(pre=same)
     for text in WORDS:
         if "\u0301" not in text:
@@ -420,14 +410,10 @@ LLAMA_CPP = json.loads(
 def test_sentencepiece_of_gguf_as_llama_cpp_encodes_it(case: dict[str, Any]) -> None:
     """Equal scores, tokens of characters that are none, special tokens that overlap."""
     begin = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = from_gguf(
-        model="llama",
-        pre=None,
-        merges=None,
+    tokenizer = sentencepiece(
         tokens=[*begin, *case["tokens"]],
         scores=[0.0] * 259 + case["scores"],
         token_type=[2, 3, 3] + [6] * 256 + case["types"],
-        unknown_token_id=0,
         add_space_prefix=case["add_space_prefix"],
     )
     for text, ids in zip(case["texts"], case["ids"], strict=True):
@@ -545,21 +531,14 @@ _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 )  # fmt: skip
 def test_unsupported_decoder(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
     """Also one of a known kind with settings that would give another text."""
-    write_tokenizer(tmp_path)
-    file = tmp_path / "tokenizer.json"
-    content = json.loads(file.read_text())
-    content["decoder"] = {"type": "Sequence", "decoders": steps}
-    file.write_text(json.dumps(content))
     with pytest.raises(UnsupportedModelError, match=f"the decoder.*{steps[-1]['type']}"):
-        load_tokenizer(JsonTokenizerSource(tmp_path))
+        from_json(tmp_path, decoder={"type": "Sequence", "decoders": steps})
 
 
 def test_prompts_are_not_cut_by_a_setting_for_training(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path)
-    file = str(tmp_path / "tokenizer.json")
-    encoder = tokenizers.Tokenizer.from_file(file)
+    encoder = byte_level_encoder()
     encoder.enable_truncation(3)
-    encoder.save(file)
+    encoder.save(str(tmp_path / "tokenizer.json"))
     assert len(load_tokenizer(JsonTokenizerSource(tmp_path)).encode("zyxwvu")) == 6
 
 
@@ -634,7 +613,7 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("by", ["tokenizer_config", "padding", "no name"])
 def test_a_token_for_padding_may_be_one_past_the_embedding(tmp_path: Path, by: str) -> None:
-    """As fine-tuning leaves it: 32,000 rows, and [PAD] at 32,000."""
+    """Fine-tuned models have 32,000 rows and [PAD] at 32,000."""
     rows = CONFIG.vocabulary
     encoder = byte_level_encoder()
     encoder.add_special_tokens([tokenizers.AddedToken("[PAD]")])
@@ -679,20 +658,25 @@ def test_templates_render_as_in_transformers(tmp_path: Path, name: str) -> None:
     [
         ("tokenizer_config", {"bos_token": 1}, "bos_token is 1, must be text"),
         ("tokenizer_config", {"pad_token": {"lstrip": True}}, "pad_token is .*, must be text"),
-        ("tokenizer_config", {"eos_token": "\ud800"}, "eos_token .* is no Unicode text"),
+        ("tokenizer_config", {"eos_token": "\ud800"}, "eos_token .*ud800.* is no Unicode text"),
+        ("tokenizer_config", {"bos_token": {"content": "\ud800"}}, "bos_token .* is no Unicode"),
         ("tokenizer_config", {"extra_special_tokens": "<x>"}, "must be a list or a table"),
         ("tokenizer_config", {"extra_special_tokens": [3]}, "a special token is 3"),
-        ("special_tokens_map", {"cls_token": ["<x>"]}, "special_tokens_map.*cls_token"),
+        ("special_tokens_map", {"cls_token": ["<x>"]}, "cls_token"),
         ("special_tokens_map", [], "must be an object"),
+        ("tokenizer_config", {"chat_template": [{"name": ["x"], "template": "T"}]}, "has no name"),
+        ("tokenizer_config", {"chat_template": [{"name": None}]}, "has no name"),
+        ("tokenizer_config", {"chat_template": ["n\u202e\u0001" * 100_000]}, "has no name"),
     ],
 )
-def test_special_tokens_of_another_form_are_refused(
+def test_tokenizer_configs_of_another_form_are_refused(
     tmp_path: Path, file: str, content: object, said: str
 ) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / f"{file}.json").write_text(json.dumps(content))
-    with pytest.raises(ModelFormatError, match=said):
+    with pytest.raises(ModelFormatError, match=rf"{file}\.json.*{said}") as caught:
         load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert len(str(caught.value)) < 1000 + len(str(tmp_path))
 
 
 def test_a_special_token_without_a_row_is_only_a_name(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ from tests.models.machines import OnDevice
 
 GPU = "Test GPU 80GB"
 SMALL_SHARED = shapes.dynamic_shared(99 * 1024)
-"""Of compute capability 8.6, 8.9 and 12.0."""
+"""The limit of compute capability 8.6, 8.9 and 12.0."""
 
 
 SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True, layers=1)
@@ -381,7 +381,7 @@ def test_blocks_that_share_all_rows_compile_without_local_memory(
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_there_is_something_to_try_on_small_gpus(rows: int) -> None:
-    """Of one row of 70B too, which is multiplied as several are."""
+    """One row of 70B has candidates too: it is multiplied as several rows are."""
     for stage in STAGES:
         made = candidates(CONFIGS["70B"], rows, stage, SMALL_SHARED)
         assert len(made) >= 8, stage
@@ -718,7 +718,7 @@ def chosen(store: TuningStore, **changes: Any) -> shapes.Tuning:
 
 
 def rule(rows: int = 1, gpu: str = GPU, shared: int = shapes.MAX_SHARED) -> shapes.Tuning:
-    """What a decoder gets for which nothing is stored."""
+    """The tuning of a decoder for which nothing is stored."""
     return shapes.default_tuning(SMALL, rows=rows, context=300, multiprocessors=132, shared=shared)
 
 

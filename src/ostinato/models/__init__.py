@@ -60,7 +60,7 @@ _HOMES = {
     "load_tokenizer": "text.tokenizer",
     "open_checkpoint": "files.open",
     "rope_inverse_frequencies": "config",
-    "weight_shapes": "weights",
+    "weight_shapes": "layout",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605 - one table serves the loader, dir() and this

@@ -48,16 +48,16 @@ from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCa
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions, require_options
 from ostinato.models.sequences import Sequence, Sequences
+from ostinato.models.sharding import Sharding, shard_buffers, shard_checkpoint
 from ostinato.models.step_graphs import StepGraphs
 from ostinato.models.stepper import Stepper, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.settings import graphs_enabled
 from ostinato.step import Decision
 
-if TYPE_CHECKING:  # the modules that only ranks need are imported where ranks are made
+if TYPE_CHECKING:  # these are imported where ranks are made: nobody else needs them
     from ostinato.distributed import Group
     from ostinato.models.ranks import Ranks
-    from ostinato.models.sharding import Sharding
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
@@ -180,8 +180,6 @@ class Decoder(Closeable):
             part = self.config
             """The model that this decoder's kernels compute: a rank's part, or the whole."""
             if group is not None and group.size > 1:
-                from ostinato.models.sharding import Sharding
-
                 sharding = Sharding(self.config, group.rank, group.size)
                 part = sharding.part
             context = _context(self.config, max_context)
@@ -198,11 +196,7 @@ class Decoder(Closeable):
             if isinstance(checkpoint, Weights):
                 self.weights = _fitting(checkpoint, device, self.backend)
             else:
-                read = checkpoint
-                if sharding is not None:
-                    from ostinato.models.sharding import shard_checkpoint
-
-                    read = shard_checkpoint(checkpoint, sharding)
+                read = checkpoint if sharding is None else shard_checkpoint(checkpoint, sharding)
                 formats = formats_for(self.backend, read, weights, sequences)
                 with self._phases.measure("load"):
                     self.weights = load_weights(
@@ -224,8 +218,6 @@ class Decoder(Closeable):
                 workspace = self.backend.workspace_bytes(here, sizes.buckets)
                 more = self.backend.buffers(here, sizes.rows)
                 if sharding is not None:
-                    from ostinato.models.sharding import shard_buffers
-
                     more |= shard_buffers(sharding, sizes.rows, sizes.sequences)
                 self.plan = BufferPlan.allocate(
                     device, self.weights, sizes, workspace=workspace, more=more

@@ -132,8 +132,8 @@ class VectorShape:
 class MatrixShape:
     """The shape of a product in matmul.cuh: a block computes `tiles` tiles of 8 pairs of outputs,
     and `split` warps share the inputs of each; `blocks_k` blocks share the inputs of the product.
-    Of these, `ring` slabs of `slab` inputs are in shared memory, all but one still being copied.  A
-    warp loads weights `depth` steps of 32 inputs before it needs them; 0 for all steps of a slab.
+    `ring` slabs of `slab` inputs are in shared memory, all but one still being copied.  A warp
+    loads weights `depth` steps of 32 inputs before it needs them; 0 for all steps of a slab.
     Blocks that share inputs add their sums in a cluster of `cluster` blocks (compute capability 9.0
     and up), or through the workspace if it is 1.  `alone`: 1 to keep a multiprocessor from having a
     second block of the kernel.  `warpgroup`: 1 if four warps multiply together (compute capability
@@ -463,9 +463,9 @@ def default_tuning(
         block = next(iter(block_shapes(config, multiprocessors, shared)), None)
     else:
         attention = _attention_shape(config, rows, context, multiprocessors)
-    # As early as possible, so that weights load while the two preceding kernels still run; but the
-    # attention reads the cache before its wait, and `sample` its row, which is safe only if the
-    # preceding kernel starts them late.
+    # Kernels start as early as possible, so that weights load while the two preceding kernels still
+    # run; but the attention reads the cache before its wait, and `sample` its row, which is safe
+    # only if the preceding kernel starts them late.
     late = ("norm_qkv_rope", "norm_rope", "attention_block", "head")
     kernels = (*PRODUCT_CALLS, *_OTHERS)
     starts = dict.fromkeys(kernels, "AT_START") | dict.fromkeys(late, "AFTER_WAIT")

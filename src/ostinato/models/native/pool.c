@@ -169,6 +169,14 @@ help(void *argument)
 
 /* -------------------------------------------------------------------------------------- callers */
 
+static void wake(helper *self)
+{
+    pthread_mutex_lock(&self->lock);
+    self->woken = 1;
+    pthread_cond_signal(&self->wake);
+    pthread_mutex_unlock(&self->lock);
+}
+
 /* Waits until no thread is inside the closed round, which began at `opened`; the caller has run
  * `taken` of its parts.  Allows one helper fewer if the wait was long. */
 static void
@@ -240,12 +248,8 @@ pool_run(pool *self, int count, pool_task task, void *context)
     atomic_store(&self->open, self->rounds);
     for (int i = 0; i < allowed && i < count - 1; i++) {
         helper *one = &self->helpers[i];
-        if (atomic_load(&one->sleeping)) {
-            pthread_mutex_lock(&one->lock);
-            one->woken = 1;
-            pthread_cond_signal(&one->wake);
-            pthread_mutex_unlock(&one->lock);
-        }
+        if (atomic_load(&one->sleeping))
+            wake(one);
     }
     int taken = take_parts(self, 0);
     atomic_store(&self->open, 0);
@@ -326,13 +330,8 @@ pool_destroy(pool *self)
 {
     if (self->forks == atomic_load(&forks)) {
         atomic_store(&self->stopping, 1);
-        for (int i = 0; i < self->started; i++) {
-            helper *one = &self->helpers[i];
-            pthread_mutex_lock(&one->lock);
-            one->woken = 1;
-            pthread_cond_signal(&one->wake);
-            pthread_mutex_unlock(&one->lock);
-        }
+        for (int i = 0; i < self->started; i++)
+            wake(&self->helpers[i]);
         for (int i = 0; i < self->started; i++) {
             helper *one = &self->helpers[i];
             pthread_join(one->thread, NULL);
