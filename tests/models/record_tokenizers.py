@@ -33,7 +33,7 @@ _MERGES = [
     "h e", "l l", "he ll", "ll o", "he llo", "hell o", "▁ hello",
     "▁ w", "o r", "l d", "▁w or", "▁wor ld", "h i", "▁ hi",
 ]  # fmt: skip
-_QWEN2 = (
+QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -116,18 +116,10 @@ def byte_level_json(**changes: object) -> dict[str, Any]:
 
 def qwen_json() -> dict[str, Any]:
     """Qwen2's kind."""
-    split = {
-        "type": "Split",
-        "pattern": {"Regex": _QWEN2},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    split = {"type": "Split", "pattern": {"Regex": QWEN2}, "behavior": "Isolated", "invert": False}
     byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+        "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
+    }  # fmt: skip
     steps = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     return byte_level_json(normalizer={"type": "NFC"}, pre_tokenizer=steps)
 

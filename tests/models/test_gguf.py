@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
+from ostinato.bench.random_weights import random_blocks
 from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import (
     ClosedError,
@@ -56,28 +57,15 @@ def test_every_tensor_in_half_split_order(tmp_path: Path, kind: str) -> None:
             assert np.array_equal(got, value), name
 
 
-def k_quants(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Random blocks with sane float16 scales: `gguf` cannot quantise to these types."""
-    values, size = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(1)
-    blocks = random.integers(0, 256, (rows * columns // values, size), dtype=np.uint8)
-    scales = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}[kind.name]
-    width = (scales.stop - scales.start) // 2
-    halves = random.uniform(0.001, 0.1, (len(blocks), width)).astype(np.float16)
-    blocks[:, scales] = halves.view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants(tmp_path: Path, kind: str) -> None:
+    """`gguf` cannot quantise to these types."""
     quantised = gguf.GGMLQuantizationType[kind]
-    blocks = k_quants(quantised, 512, 256)
-    path = write_gguf(
-        tmp_path / "m.gguf", config=WIDE, raw={"layers.0.w_gate": (blocks, quantised)}
-    )
+    made = random_blocks(kind, (512, 256), np.random.default_rng(1))
+    path = write_gguf(tmp_path / "m.gguf", config=WIDE, raw={"layers.0.w_gate": (made, quantised)})
     with open_checkpoint(path) as checkpoint:
         got = checkpoint.tensor("layers.0.w_gate")
-        assert np.array_equal(got, dequantize(blocks, quantised))
+        assert np.array_equal(got, dequantize(made, quantised))
         assert checkpoint.raw("layers.0.w_gate").shape == (512, 256)
 
 
@@ -212,19 +200,12 @@ def test_closed_checkpoint_says_so(tmp_path: Path) -> None:
 def test_reading_from_many_threads(tmp_path: Path) -> None:
     values = weights()
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", values)) as checkpoint:
-        wrong: list[str] = []
 
-        def read() -> None:
-            wrong.extend(
-                n for n, v in values.items() if not np.array_equal(checkpoint.tensor(n), v)
-            )
+        def read(_: int) -> bool:
+            return all(np.array_equal(checkpoint.tensor(n), v) for n, v in values.items())
 
-        threads = [threading.Thread(target=read) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(read, range(4)))
 
 
 def test_no_such_file(tmp_path: Path) -> None:

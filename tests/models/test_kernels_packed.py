@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 
+from ostinato.bench.random_weights import random_blocks
 from ostinato.device import Device, open_device
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.errors import ContextPoisonedError, InputError, SettingsError
@@ -27,7 +28,7 @@ from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.packed import PackedMatrix, PackedPart
 from ostinato.models.plan import rope_table
 from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
-from tests.models.model_files import packed_matrix, weights, write_gguf
+from tests.models.model_files import packed_matrix, write_gguf
 from tests.models.test_kernels_host import NAN, config_of, live_rows, random
 from tests.models.test_kernels_host import run_kernel as run
 from tests.processes import child_environment
@@ -43,21 +44,28 @@ HALVES = {
 }  # fmt: skip
 
 
-def blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: float = 0.01) -> np.ndarray:
-    """Random bytes with sane scales: every code occurs."""
-    rng, block = np.random.default_rng(seed), BLOCK_TYPES[kind]
-    if kind == "F32":
-        return random((rows, columns), seed).view(np.uint8)
-    if kind == "F16":
-        return random((rows, columns), seed).astype(np.float16).view(np.uint8)
+def plain(kind: str, values: np.ndarray) -> np.ndarray:
+    """The bytes of float32 values as F32, F16 or BF16."""
     if kind == "BF16":
-        halves = (random((rows, columns), seed).view(np.uint32) >> 16).astype(np.uint16)
-        return halves.view(np.uint8)
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return values.astype({"F32": np.float32, "F16": np.float16}[kind]).view(np.uint8)
+
+
+def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Random bytes with sane scales, of either sign: every code occurs."""
+    rng, block = np.random.default_rng(seed), BLOCK_TYPES[kind]
+    if block.values == 1:
+        return plain(kind, random((rows, columns), seed))
     found = rng.integers(0, 256, (rows, columns // block.values, block.size), np.uint8)
     for at in HALVES[kind]:
-        values = (rng.standard_normal(found.shape[:2]) * scale).astype(np.float16)
+        values = (rng.standard_normal(found.shape[:2]) * 0.01).astype(np.float16)
         found[..., at : at + 2] = values[..., None].view(np.uint8)
     return found.reshape(rows, -1)
+
+
+def matrix_of(kind: str, packed: np.ndarray, columns: int) -> np.ndarray:
+    """The packed matrix of one part."""
+    return packed_matrix(PackedMatrix(columns, (PackedPart(kind, len(packed)),)), [packed])
 
 
 def values_of(kind: str, packed: np.ndarray, columns: int) -> np.ndarray:
@@ -85,22 +93,25 @@ def residual(
     return x
 
 
+def check_values(kind: str, packed: np.ndarray, columns: int, instructions: str) -> None:
+    """The embedding is a row's values and nothing else: they are the dequantiser's, bit by bit."""
+    count = len(packed)
+    x = np.full((count, columns), NAN)
+    run(
+        kernels_packed.kernels_of(1, instructions), "embed",
+        rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(count))),
+        state=np.zeros((1, 4), np.int32), live=np.zeros((count, 4), np.int32),
+        table=matrix_of(kind, packed, columns), x=x, history=np.zeros(1, np.int32),
+        row_count=count, hidden=columns, vocabulary=count, sequences=1, context=1,
+    )  # fmt: skip
+    np.testing.assert_array_equal(x, values_of(kind, packed, columns))
+
+
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("kind", SUPPORTED_TYPES)
 def test_values_are_those_of_the_dequantiser_bit_by_bit(kind: str, instructions: str) -> None:
-    """Through the embedding, which is a row's values and nothing else."""
-    kernels = kernels_packed.kernels_of(1, instructions)
     columns = 512 if BLOCK_TYPES[kind].values > 1 else 77
-    packed = blocks(kind, 9, columns, 3)
-    table = packed_matrix(PackedMatrix(columns, (PackedPart(kind, 9),)), [packed])
-    x, live = np.full((9, columns), NAN), np.zeros((9, 4), np.int32)
-    run(
-        kernels, "embed", rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(9))),
-        state=np.zeros((1, 4), np.int32), live=live, table=table, x=x,
-        history=np.zeros(1, np.int32), row_count=9, hidden=columns, vocabulary=9, sequences=1,
-        context=1,
-    )  # fmt: skip
-    np.testing.assert_array_equal(x, values_of(kind, packed, columns))
+    check_values(kind, blocks(kind, 9, columns, 3), columns, instructions)
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -112,8 +123,7 @@ def test_products(kind: str, instructions: str, seed: int) -> None:
     rows, count = int(rng.integers(1, 90)), int(rng.integers(2, 80))
     columns = int(rng.integers(1, 5)) * unit if unit > 1 else int(rng.integers(1, 300))
     packed = blocks(kind, rows, columns, seed)
-    weight = packed_matrix(PackedMatrix(columns, (PackedPart(kind, rows),)), [packed])
-    source = random((count, columns), seed + 1)
+    weight, source = matrix_of(kind, packed, columns), random((count, columns), seed + 1)
     kernels = kernels_packed.kernels_of(1, instructions)
     found = residual(kernels, weight, source, rows)
     wanted = source.astype(np.float64) @ values_of(kind, packed, columns).T.astype(np.float64)
@@ -129,9 +139,7 @@ def test_products(kind: str, instructions: str, seed: int) -> None:
 def test_instruction_sets_with_fused_operations_agree_bit_by_bit() -> None:
     fused = [name for name in INSTRUCTIONS if name != "plain"]
     for kind in SUPPORTED_TYPES:
-        packed = blocks(kind, 33, 512, 1)
-        weight = packed_matrix(PackedMatrix(512, (PackedPart(kind, 33),)), [packed])
-        source = random((7, 512), 5)
+        weight, source = matrix_of(kind, blocks(kind, 33, 512, 1), 512), random((7, 512), 5)
         results = [
             residual(kernels_packed.kernels_of(1, name), weight, source, 33) for name in fused
         ]
@@ -154,16 +162,7 @@ def test_infinite_nan_and_tiny_scales_are_values_like_others(kind: str, instruct
                 of_row[:, at : at + 2] = np.frombuffer(half.tobytes(), np.uint8)
         elif kind != "F32":
             packed[row] = np.frombuffer(half.tobytes() * columns, np.uint8)
-    table = packed_matrix(PackedMatrix(columns, (PackedPart(kind, len(halves)),)), [packed])
-    x, live = np.full((len(halves), columns), NAN), np.zeros((len(halves), 4), np.int32)
-    run(
-        kernels_packed.kernels_of(1, instructions), "embed",
-        rows=live_rows(*((i, 0, 0, ACTIVE) for i in range(len(halves)))),
-        state=np.zeros((1, 4), np.int32), live=live, table=table, x=x,
-        history=np.zeros(1, np.int32), row_count=len(halves), hidden=columns,
-        vocabulary=len(halves), sequences=1, context=1,
-    )  # fmt: skip
-    np.testing.assert_array_equal(x, values_of(kind, packed, columns))
+    check_values(kind, packed, columns, instructions)
 
 
 # ------------------------------------------------------------------------- kernel beside its oracle
@@ -262,14 +261,9 @@ def test_norms_of_heads(
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("window", [0, 1, 20, 33])
 def test_attention(
-    heads: int,
-    kv_heads: int,
-    size: int,
-    live: np.ndarray,
-    instructions: str,
-    threads: int,
+    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, threads: int,
     window: int,
-) -> None:
+) -> None:  # fmt: skip
     cache, count = random((2, 3, kv_heads, 64, size), 4), len(live)
     for _, position, sequence, flags in live.tolist():  # what nobody wrote must not be read
         if flags:
@@ -331,14 +325,9 @@ def test_gates_of_every_size_and_kind(instructions: str) -> None:
     inner = {}
     for name, kernels, packed in (
         ("numpy", HOST_KERNELS, weight),
-        (
-            "packed",
-            kernels_packed.kernels_of(1, instructions),
-            packed_matrix(
-                PackedMatrix(1, (PackedPart("F32", len(weight)),)), [weight.view(np.uint8)]
-            ),
-        ),
-    ):
+        ("packed", kernels_packed.kernels_of(1, instructions),
+         matrix_of("F32", weight.view(np.uint8), 1)),
+    ):  # fmt: skip
         inner[name] = np.full(len(gates), 7, np.float32)
         run(
             kernels, "norm_gate_up", live=live_rows((0, 0, 0, ACTIVE)), x=np.ones(1, np.float32),
@@ -382,12 +371,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
     """One array after the other cut short, for every kernel."""
     kernels, config = kernels_packed.kernels_of(2), config_of(4, 2, 16)
     live, hidden = MIXED, 64
-    weight = {
-        rows: packed_matrix(
-            PackedMatrix(hidden, (PackedPart("Q8_0", rows),)), [blocks("Q8_0", rows, hidden)]
-        )
-        for rows in (64, 128, 37)
-    }
+    weight = {n: matrix_of("Q8_0", blocks("Q8_0", n, hidden), hidden) for n in (64, 128, 37)}
     f32 = np.float32
     x, norm = np.zeros((8, 64), f32), np.zeros(64, f32)
     cache, q, ws = np.zeros((2, 3, 2, 64, 16), f32), np.zeros((8, 64), f32), np.zeros((8, 192), f32)
@@ -455,7 +439,7 @@ def test_what_lies_outside_of_an_argument_is_an_error_and_not_read() -> None:
 
 def test_bytes_that_are_no_packed_matrix_are_refused() -> None:
     kernels = kernels_packed.kernels_of(1)
-    weight = packed_matrix(PackedMatrix(64, (PackedPart("Q8_0", 32),)), [blocks("Q8_0", 32, 64)])
+    weight = matrix_of("Q8_0", blocks("Q8_0", 32, 64), 64)
     source = random((2, 64))
     for at, message in ((0, "no packed matrix"), (8, "is needed"), (16, "no packed matrix"),
                         (24, "of type"), (28, "parts have|passes its end"), (32, "passes its end|"
@@ -511,13 +495,10 @@ def test_threads_follow_the_processors_or_what_is_said(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("max 100000\n", 1024),
-        ("200000 100000\n", 2),
-        ("50000 100000\n", 1),
-        ("x\n", 1024),
+        ("max 100000\n", 1024), ("200000 100000\n", 2), ("50000 100000\n", 1), ("x\n", 1024),
         ("", 1024),
     ],
-)
+)  # fmt: skip
 def test_a_containers_share_of_time_is_processors(tmp_path: Any, text: str, count: int) -> None:
     (tmp_path / "cpu.max").write_text(text)
     assert kernels_packed._quota(tmp_path / "cpu.max") == count
@@ -526,26 +507,20 @@ def test_a_containers_share_of_time_is_processors(tmp_path: Any, text: str, coun
 
 def test_many_callers_of_one_pool_each_get_their_own_results() -> None:
     kernels = kernels_packed.kernels_of(4)
-    layout = PackedMatrix(256, (PackedPart("Q4_0", 200),))
     cases = []
     for seed in range(6):
-        weight = packed_matrix(layout, [blocks("Q4_0", 200, 256, seed)])
+        weight = matrix_of("Q4_0", blocks("Q4_0", 200, 256, seed), 256)
         source = random((seed % 3 * 9 + 1, 256), seed)
         cases.append((weight, source, residual(kernels, weight, source, 200)))
-    wrong: list[int] = []
 
-    def work(index: int) -> None:
-        weight, source, wanted = cases[index]
-        for _ in range(200):
-            if not np.array_equal(residual(kernels, weight, source, 200), wanted):
-                wrong.append(index)
+    def wrong(case: tuple[np.ndarray, np.ndarray, np.ndarray]) -> bool:
+        weight, source, wanted = case
+        return any(
+            not np.array_equal(residual(kernels, weight, source, 200), wanted) for _ in range(200)
+        )
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(6) as pool:
+        assert not any(pool.map(wrong, cases))
 
 
 PROGRAM = """
@@ -554,8 +529,7 @@ import numpy as np
 from ostinato.models.host import packed_kernels as kernels_packed
 from tests.models.test_kernels_packed import *
 
-layout = PackedMatrix(256, (PackedPart("Q8_0", 400),))
-weight, source = packed_matrix(layout, [blocks("Q8_0", 400, 256)]), random((3, 256))
+weight, source = matrix_of("Q8_0", blocks("Q8_0", 400, 256), 256), random((3, 256))
 wanted = residual(kernels_packed.kernels_of(1), weight, source, 400)
 kernels = kernels_packed.kernels_of(5)
 
@@ -625,26 +599,19 @@ WIDE = LlamaConfig(
 )  # fmt: skip
 
 
-# Weights of about 0.06, so that no rounding grows on the way through the layers.
-SCALES = {
-    "Q8_0": 1e-3, "Q4_0": 1e-2, "Q4_1": 8e-3, "Q4_K": 2e-4, "Q5_K": 1e-4, "Q6_K": 5e-5,
-}  # fmt: skip
-
-
 def model_of(path: Path, kinds: tuple[str, ...]) -> Path:
-    """A model whose matrices are of these types, one after the other."""
+    """A model whose matrices are of these types, one after the other.
+
+    Weights are about 0.06, so that no rounding grows on the way through the layers.
+    """
     raw: dict[str, Any] = {}
     for index, (name, shape) in enumerate(tensor_shapes(WIDE).items()):
         if len(shape) == 2:
             kind = kinds[index % len(kinds)]
-            packed = blocks(kind, *shape, index, scale=SCALES.get(kind, 1.0))
-            if kind in ("F32", "F16", "BF16"):
-                values = weights(WIDE, index)[name] * np.float32(0.3)
-                packed = {
-                    "F32": values,
-                    "F16": values.astype(np.float16),
-                    "BF16": (values.view(np.uint32) >> 16).astype(np.uint16),
-                }[kind].view(np.uint8)
+            if BLOCK_TYPES[kind].values > 1:
+                packed = random_blocks(kind, shape, np.random.default_rng(index), 0.06)
+            else:
+                packed = plain(kind, random(shape, index) * np.float32(0.06))
             raw[name] = (packed, gguf.GGMLQuantizationType[kind])
     return write_gguf(path, config=WIDE, raw=raw)
 

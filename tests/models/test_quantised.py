@@ -300,110 +300,47 @@ def test_matrices_that_were_not_converted_are_plain(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------- what is not as it should
 
-Q = "model.layers.0.self_attn.q_proj"
-
-
-def without(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.pop(name) and None
-
-
-def put(name: str, kind: str, array: np.ndarray) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: (kind, array)})
+DTYPES = {
+    "F8_E4M3": np.uint8, "F8_E5M2": np.uint8, "F8_E8M0": np.uint8,
+    "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64,
+}  # fmt: skip
+SCALE = "weight_scale_inv"
 
 
 @pytest.mark.parametrize(
-    ("kind", "change", "error", "said"),
-    [
-        ("fp8", without(f"{Q}.weight_scale_inv"), ModelFormatError, "no tensor weight_scale_inv"),
-        ("fp8", without(f"{Q}.weight"), ModelFormatError, "has no tensor weight"),
-        (
-            "fp8",
-            put(f"{Q}.weight_scale_inv", "F32", np.ones((2, 3), np.float32)),
-            ModelFormatError,
-            r"weight_scale_inv has shape \[2, 3\], must be \[2, 2\]",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight_scale_inv", "F8_E8M0", np.ones((2, 2), np.uint8)),
-            UnsupportedModelError,
-            "of type F8_E8M0",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight", "F8_E5M2", np.ones((160, 192), np.uint8)),
-            UnsupportedModelError,
-            "of type F8_E5M2",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight", "F16", np.ones((160, 192), np.float16)),
-            ModelFormatError,
-            "is there quantised and plain",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.weight", "F8_E4M3", np.ones((256, 192), np.uint8)),
-            ModelFormatError,
-            "the config says",
-        ),
-        (
-            "fp8",
-            put("model.norm.weight", "F8_E4M3", np.ones(192, np.uint8)),
-            ModelError,
-            "no tensor weight_scale_inv",
-        ),
-        (
-            "fp8",
-            put(f"{Q}.input_scale", "F32", np.ones((), np.float32)),
-            UnsupportedModelError,
-            "has no place",
-        ),
-        ("awq", without(f"{Q}.qzeros"), ModelFormatError, "has no tensor qzeros"),
-        (
-            "awq",
-            put(f"{Q}.qzeros", "I32", np.ones((24, 10), np.int32)),
-            ModelFormatError,
-            r"qzeros has shape \[24, 10\], must be \[24, 20\]",
-        ),
-        (
-            "awq",
-            put(f"{Q}.scales", "F16", np.ones((12, 160), np.float16)),
-            ModelFormatError,
-            r"scales has shape \[12, 160\]",
-        ),
-        (
-            "awq",
-            put(f"{Q}.qweight", "I64", np.ones((192, 20), np.int64)),
-            UnsupportedModelError,
-            "of type I64",
-        ),
-        (
-            "awq",
-            put(f"{Q}.qweight", "I32", np.ones((7, 20), np.int32)),
-            ModelFormatError,
-            "7 inputs are no whole groups of 8",
-        ),
-        (
-            "awq",
-            put(f"{Q}.qweight", "I32", np.ones((0, 20), np.int32)),
-            ModelFormatError,
-            "is empty",
-        ),
-        (
-            "awq",
-            put(f"{Q}.g_idx", "I32", np.ones(192, np.int32)),
-            UnsupportedModelError,
-            "has no place",
-        ),
+    ("kind", "name", "put", "error", "said"),
+    [  # `put`: dtype and shape of what is there instead
+        ("fp8", SCALE, None, ModelFormatError, "no tensor weight_scale_inv"),
+        ("fp8", "weight", None, ModelFormatError, "has no tensor weight"),
+        ("fp8", SCALE, ("F32", 2, 3), ModelFormatError, r"has shape \[2, 3\], must be \[2, 2\]"),
+        ("fp8", SCALE, ("F8_E8M0", 2, 2), UnsupportedModelError, "of type F8_E8M0"),
+        ("fp8", "weight", ("F8_E5M2", 160, 192), UnsupportedModelError, "of type F8_E5M2"),
+        ("fp8", "weight", ("F16", 160, 192), ModelFormatError, "is there quantised and plain"),
+        ("fp8", "weight", ("F8_E4M3", 256, 192), ModelFormatError, "the config says"),
+        ("fp8", "model.norm.weight", ("F8_E4M3", 192), ModelError, "no tensor weight_scale_inv"),
+        ("fp8", "input_scale", ("F32",), UnsupportedModelError, "has no place"),
+        ("awq", "qzeros", None, ModelFormatError, "has no tensor qzeros"),
+        ("awq", "qzeros", ("I32", 24, 10), ModelFormatError,
+         r"qzeros has shape \[24, 10\], must be \[24, 20\]"),
+        ("awq", "scales", ("F16", 12, 160), ModelFormatError, r"scales has shape \[12, 160\]"),
+        ("awq", "qweight", ("I64", 192, 20), UnsupportedModelError, "of type I64"),
+        ("awq", "qweight", ("I32", 7, 20), ModelFormatError, "7 inputs are no whole groups of 8"),
+        ("awq", "qweight", ("I32", 0, 20), ModelFormatError, "is empty"),
+        ("awq", "g_idx", ("I32", 192), UnsupportedModelError, "has no place"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_matrix_is_refused_when_it_is_opened(
-    tmp_path: Path,
-    kind: str,
-    change: Callable[[Tensors], None],
-    error: type[ModelError],
-    said: str,
+    tmp_path: Path, kind: str, name: str, put: Any, error: type[ModelError], said: str
 ) -> None:
+    name = name if name.startswith("model.") else f"model.layers.0.self_attn.q_proj.{name}"
+
+    def change(tensors: Tensors) -> None:
+        if put is None:
+            del tensors[name]
+        else:
+            dtype, *shape = put
+            tensors[name] = dtype, np.ones(shape, DTYPES[dtype])
+
     folder, _ = write(tmp_path, KINDS[kind], change)
     with pytest.raises(error, match=said):
         open_checkpoint(folder)

@@ -30,7 +30,7 @@ from tests.models.model_files import (
     byte_tokens,
     write_tokenizer,
 )
-from tests.models.record_tokenizers import added
+from tests.models.record_tokenizers import QWEN2, added, sentencepiece_json
 
 REFERENCE = Path(__file__).parent.parent / "data" / "reference_smollm2.json"
 TEXTS = [
@@ -148,10 +148,6 @@ def test_digits_stand_alone_for_smollm() -> None:
     assert twelve in from_gguf(pre="llama-bpe").encode("12")
 
 
-QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -219,53 +215,16 @@ def test_mistrals_tokenizer_json(tmp_path: Path, version: str) -> None:
     the text that comes back, and agree with the same vocabulary out of a GGUF file."""
     ours = sentencepiece(add_bos_token=True)
     texts = [ours.token_text(i) for i in range(ours.vocabulary)]
-    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("ll", "o"), ("he", "llo"), ("hell", "o")]
-    merges += [("▁", "hello"), ("▁", "w"), ("o", "r"), ("l", "d"), ("▁w", "or"), ("▁wor", "ld")]
-    made: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [
-            {
-                "id": i, "content": texts[i], "single_word": False, "lstrip": False,
-                "rstrip": False, "normalized": False, "special": True,
-            }
-            for i in range(3)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
+    merges = ["h e", "l l", "he ll", "ll o", "he llo", "hell o", "▁ hello", "▁ w", "o r", "l d"]
+    merges += ["▁w or", "▁wor ld"]
+    made = sentencepiece_json("prepended")
+    made["model"]["vocab"] = {text: i for i, text in enumerate(texts)}
+    made["model"]["merges"] = merges
+    if version == "v0.3":
+        made["normalizer"] = None
+        made["pre_tokenizer"] = {
             "type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False,
-        },
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
-                       {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}},
-                     {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"}, {"type": "Fuse"},
-                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-            ],
-        },
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": "<unk>", "fuse_unk": True,
-            "byte_fallback": True, "ignore_merges": False, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "vocab": {text: i for i, text in enumerate(texts)},
-            "merges": [" ".join(pair) for pair in merges],
-        },
-    }  # fmt: skip
-    if version == "v0.1":
-        made["pre_tokenizer"] = None
-        made["normalizer"] = {
-            "type": "Sequence",
-            "normalizers": [
-                {"type": "Prepend", "prepend": "▁"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-            ],
-        }
+        }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(made), encoding="utf-8")
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
