@@ -290,6 +290,26 @@ def write_tokenizer(folder: Path) -> None:
     )
 
 
+Tensors = dict[str, tuple[str, np.ndarray]]
+"""By name: the file's dtype, and an array with its bytes."""
+
+
+def save_safetensors(path: Path, tensors: Tensors) -> None:
+    """A safetensors file; also of types that the package has no NumPy type for."""
+    head: dict[str, Any] = {}
+    data = b""
+    for name, (kind, array) in tensors.items():
+        raw = np.ascontiguousarray(array).tobytes()
+        head[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [len(data), len(data) + len(raw)],
+        }
+        data += raw
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def write_folder(
     folder: Path,
     values: Mapping[str, np.ndarray] | None = None,

@@ -24,7 +24,7 @@ from ostinato.models.config import rope_inverse_frequencies
 from ostinato.models.files.checkpoint import GgufTokenizerSource
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.files.open import open_checkpoint
-from tests.models.model_files import CONFIG, gguf_name, weights, write_gguf
+from tests.models.model_files import CONFIG, FAMILIES, gguf_name, weights, write_gguf
 
 # K-quants need rows of 256.
 WIDE = dataclasses.replace(CONFIG, hidden=256, inner=512, head_size=64, layers=1)
@@ -227,20 +227,39 @@ def test_no_such_file(tmp_path: Path) -> None:
         ({"llama.attention.head_count": [4, 4, 4]}, ModelFormatError, "3 values for 2 layers"),
         ({"llama.attention.head_count": [4.0, 4.0]}, ModelFormatError, "integer"),
         ({"llama.attention.head_count_kv": [2, 4]}, UnsupportedModelError, "all layers have"),
-        (
-            {"llama.feed_forward_length": [96, 64]},
-            UnsupportedModelError,
-            "all layers have the same",
-        ),
+        ({"llama.feed_forward_length": [96, 64]}, UnsupportedModelError, "all layers have"),
         ({"llama.context_length": None, "llama.embedding_length": None}, ModelFormatError, "miss"),
+        ({"llama.attention.layer_norm_rms_epsilon": None}, ModelFormatError, "epsilon is missing"),
         ({"tokenizer.ggml.eos_token_id": 5000}, ModelFormatError, "5000"),
+        ({"split.count": 3}, UnsupportedModelError, "parts"),
+        ({"qwen2.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
+        ({"qwen2.attention.sliding_window_pattern": [True, False]}, UnsupportedModelError,
+         r"\.attention\.sliding_window_pattern"),
+        ({"qwen2.attention.sliding_window": -1.5}, ModelFormatError, r"\.sliding_window"),
+        ({"qwen2.expert_count": 8}, UnsupportedModelError, r"\.expert_count"),
+        ({"qwen2.embedding_length": None}, ModelFormatError, r"\.embedding_length"),
+        *(
+            ({f"llama.{key}": value}, UnsupportedModelError, rf"'llama\.{key}' is")
+            for key, value in {  # they change the mathematics, or may do so
+                "rope.scaling.attn_factor": 1.5,
+                "rope.scaling.yarn_ext_factor": 1.0,
+                "attention.causal": False,
+                "attention.scale": 0.5,
+                "attention.clamp_kqv": 8.0,
+                "logit_scale": 0.25,
+                "final_logit_softcapping": 30.0,
+                "rope.dimension_sections": [16, 24, 24, 0],
+                "something.new": 3,
+            }.items()
+        ),
     ],
-)
-def test_metadata_that_disagrees(
+)  # fmt: skip
+def test_metadata_that_disagrees_or_is_not_supported_is_refused(
     tmp_path: Path, change: dict[str, object], error: type[ModelError], words: str
 ) -> None:
+    config = FAMILIES["qwen2" if "qwen2." in str(change) else "llama"]
     with pytest.raises(error, match=words):
-        open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata=change))
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", config=config, metadata=change))
 
 
 def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ from ostinato.models.decoder import Decoder
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.files.quantised import Quantisation, e4m3_values
 from tests.models import reference_llama
-from tests.models.model_files import hf_config, hf_name, weights, write_tokenizer
+from tests.models.model_files import (
+    Tensors,
+    hf_config,
+    hf_name,
+    save_safetensors,
+    weights,
+    write_tokenizer,
+)
 from tests.models.proof import difference
 
 CONFIG = LlamaConfig(
@@ -36,25 +43,6 @@ AWQ: dict[str, Any] = {
     "quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True,
     "modules_to_not_convert": None,
 }  # fmt: skip
-
-Tensors = dict[str, tuple[str, np.ndarray]]
-"""By name: the file's dtype, and an array with its bytes."""
-
-
-def save(path: Path, tensors: Tensors) -> None:
-    """A safetensors file; also of types that the package has no NumPy type for."""
-    head: dict[str, Any] = {}
-    data = b""
-    for name, (kind, array) in tensors.items():
-        raw = np.ascontiguousarray(array).tobytes()
-        head[name] = {
-            "dtype": kind,
-            "shape": list(array.shape),
-            "data_offsets": [len(data), len(data) + len(raw)],
-        }
-        data += raw
-    text = json.dumps(head).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def e4m3(code: int) -> float:
@@ -165,7 +153,7 @@ def write(
     made, values = _made(json.dumps(quantisation), config)
     tensors = dict(made)
     change(tensors)
-    save(folder / "model.safetensors", tensors)
+    save_safetensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(
         json.dumps(hf_config(config, quantization_config=quantisation))
     )

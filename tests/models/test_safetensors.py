@@ -14,7 +14,14 @@ from ostinato.driver.signature import to_bfloat16
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.files.checkpoint import JsonTokenizerSource
 from ostinato.models.files.open import open_checkpoint
-from tests.models.model_files import CONFIG, hf_config, hf_name, weights, write_folder
+from tests.models.model_files import (
+    CONFIG,
+    hf_config,
+    hf_name,
+    save_safetensors,
+    weights,
+    write_folder,
+)
 
 INDEX = "model.safetensors.index.json"
 
@@ -50,17 +57,8 @@ def test_float16(tmp_path: Path) -> None:
 def test_bfloat16(tmp_path: Path) -> None:
     values = weights()
     write_folder(tmp_path, values)
-    head, data, offset = {}, b"", 0
-    for name, value in values.items():
-        bits = to_bfloat16(value).tobytes()
-        head[hf_name(name)] = {
-            "dtype": "BF16",
-            "shape": list(value.shape),
-            "data_offsets": [offset, offset + len(bits)],
-        }
-        data += bits
-        offset += len(bits)
-    write_head(tmp_path, head, data)
+    bits = {hf_name(name): ("BF16", to_bfloat16(value)) for name, value in values.items()}
+    save_safetensors(tmp_path / "model.safetensors", bits)
     with open_checkpoint(tmp_path) as checkpoint:
         for name, value in values.items():
             assert np.array_equal(checkpoint.bfloat16(name), to_bfloat16(value))
@@ -68,20 +66,16 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_any_bfloat16_bits_are_read_as_they_are_but_nan_is_made_quiet(tmp_path: Path) -> None:
-    values = weights()
-    write_folder(tmp_path, values)
-    head, data = {}, b""
-    for name, value in values.items():
-        bits = (np.arange(value.size) * 40503 % (1 << 16)).astype(np.uint16)  # NaNs among them
-        size = len(data) + bits.nbytes
-        shape = list(value.shape)
-        head[hf_name(name)] = {"dtype": "BF16", "shape": shape, "data_offsets": [len(data), size]}
-        data += bits.tobytes()
-    write_head(tmp_path, head, data)
+    write_folder(tmp_path)
+    bits = {}
+    for name, value in weights().items():
+        any_bits = np.arange(value.size) * 40503 % (1 << 16)  # NaNs among them
+        bits[hf_name(name)] = "BF16", any_bits.astype(np.uint16).reshape(value.shape)
+    save_safetensors(tmp_path / "model.safetensors", bits)
     with open_checkpoint(tmp_path) as checkpoint:
         found = checkpoint.bfloat16("embed").reshape(-1)
         assert np.array_equal(found, to_bfloat16(checkpoint.tensor("embed")).reshape(-1))
-    kept = (np.arange(found.size) * 40503 % (1 << 16)).astype(np.uint16)
+    kept = bits[hf_name("embed")][1].reshape(-1)
     quiet = np.flatnonzero(found != kept)
     assert quiet.size > 10
     assert (found[quiet] == kept[quiet] | 0x40).all() and ((kept[quiet] & 0x7F80) == 0x7F80).all()

@@ -183,7 +183,7 @@ def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(
 @pytest.mark.parametrize("rows", [8, 16, 32, 64])
 @pytest.mark.parametrize("name", ["qkv", "output", "gate_up", "down"])
 def test_a_search_of_a_small_model_begins_near_the_rule(name: str, rows: int) -> None:
-    """Whose cuts were the fastest or nearly so on an H100 and an H200."""
+    """The rule's cuts were the fastest or nearly so on an H100 and an H200."""
     config = CONFIGS["135M"]
     rule: Any = getattr(shapes.default_tuning(config, rows=rows, clusters=True), name)
     first: Any = product_shapes(config, name, rows, 132, clusters=True)[:24]
@@ -317,14 +317,14 @@ def launches_of(
     return kc.lower(decode_program(config), config, tuning=tuning, formats=formats, **given)
 
 
-# Whose one row leaves few bytes for sums.
+# One row of it leaves few bytes for sums.
 FULL = config_of(28, 4, 128, inner=18944, vocabulary=152064, qkv_bias=True)
 
 
 @pytest.mark.parametrize("kind", [None, "Q8_0", "Q4_K"])
 @pytest.mark.parametrize("name", [*CONFIGS, "Qwen2.5 7B"])
 def test_the_rule_for_small_gpus_fits_them(name: str, kind: str | None) -> None:
-    """With what kernels have beside it (`STATIC_SHARED`), 99 KiB."""
+    """99 KiB hold it and the static shared memory of kernels (`STATIC_SHARED`)."""
     config = replace(CONFIGS.get(name, FULL), layers=2)  # more have the same launches
     formats = {} if kind is None else formats_of(config, lambda _: kind)
     most = dict.fromkeys((shapes.MAX_SHARED, SMALL_SHARED), 0)
@@ -594,7 +594,7 @@ class Landscape:
 
 
 class Flat(Landscape):
-    """One in which all is as fast."""
+    """Every tuning is as fast."""
 
     def cost(self, tuning: shapes.Tuning, context: int) -> float:
         return 100.0
@@ -620,7 +620,7 @@ def test_a_sweep_finds_the_bottom() -> None:
 
 
 def test_a_sweep_tries_what_decoders_of_its_context_launch() -> None:
-    """Not the attention of shorter ones, which is faster and which they do not have."""
+    """It does not try the faster attention of shorter contexts."""
     config, has = CONFIGS["135M"], {"clusters": True, "multiprocessors": 132}
     sizes: dict[str, Any] = {"rows": 32, "context": 2048, "multiprocessors": 132}
     meter: Any = Flat()
@@ -707,13 +707,22 @@ def tuned(rows: int = 1) -> shapes.Tuning:
     return replace(base, attention=shapes.AttentionShape(1, 2, 2, 5))
 
 
-def save(store: TuningStore, config: LlamaConfig = SMALL, rows: int = 1, gpu: str = GPU) -> Path:
-    key = TuningKey.of(config, rows, gpu)
-    return store.save(key, tuned(rows), before={20: 100.0}, after={20: 90.0})
+def save(
+    store: TuningStore, rows: int = 1, gpu: str = GPU, tuning: shapes.Tuning | None = None
+) -> Path:
+    key = TuningKey.of(SMALL, rows, gpu)
+    return store.save(key, tuning or tuned(rows), before={20: 100.0}, after={20: 90.0})
+
+
+def known_of(host: Device, **properties: int) -> dict[str, Any]:
+    """What the rule knows of a device that has these properties and otherwise the host's."""
+    changed = replace(host.properties, **properties)
+    device: Any = SimpleNamespace(properties=changed, capabilities=host.capabilities)
+    return choosing.known_of(device)
 
 
 def chosen(store: TuningStore, **changes: Any) -> shapes.Tuning:
-    values: dict[str, Any] = {"rows": 1, "context": 300, "gpu": GPU, "multiprocessors": 132}
+    values = {"rows": 1, "context": 300, "gpu": GPU, "multiprocessors": 132}
     return choosing.choose_tuning(SMALL, store=store, **values | changes)
 
 
@@ -741,8 +750,7 @@ def test_clusters_are_not_used_where_the_device_has_none(
     store: TuningStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 8, 8))
-    key = TuningKey.of(SMALL, 1, GPU)
-    store.save(key, clustered, before={20: 100.0}, after={20: 90.0})
+    save(store, tuning=clustered)
     assert chosen(store, clusters=True) == replace(clustered, clusters=True)
     with caplog.at_level(logging.WARNING):
         assert chosen(store) == rule()
@@ -755,10 +763,9 @@ def test_clusters_are_not_used_where_the_device_has_none(
 def test_what_a_block_may_have_is_known_of_a_device(
     host_device: Device, most: int, shared: int
 ) -> None:
-    """But for what kernels have beside it."""
-    properties = replace(host_device.properties, max_shared_per_block=most * 1024)
-    device: Any = SimpleNamespace(properties=properties, capabilities=host_device.capabilities)
-    assert choosing.known_of(device)["shared"] == shared * 1024
+    """Kernels have static shared memory beside it."""
+    known = known_of(host_device, max_shared_per_block=most * 1024)
+    assert known["shared"] == shared * 1024
 
 
 @pytest.mark.parametrize(
@@ -769,10 +776,7 @@ def test_what_a_block_may_have_is_known_of_a_device(
 def test_the_rule_knows_how_fast_the_memory_is(
     host_device: Device, store: TuningStore, bandwidth: float, count: int, fast: bool
 ) -> None:
-    changed = {"memory_bandwidth": int(bandwidth), "multiprocessors": count}
-    properties = replace(host_device.properties, **changed)
-    device: Any = SimpleNamespace(properties=properties, capabilities=host_device.capabilities)
-    known = choosing.known_of(device)
+    known = known_of(host_device, memory_bandwidth=int(bandwidth), multiprocessors=count)
     assert known["fast_memory"] is fast
     given: Any = {"rows": 8, "context": 2048, "clusters": True}
     found = choosing.choose_tuning(
@@ -786,8 +790,7 @@ def test_blocks_that_a_small_gpu_has_no_room_for_are_not_used_there(
     store: TuningStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = replace(tuned(16), down=shapes.MatrixShape(8, 1, 1, 1984, 2))
-    key = TuningKey.of(SMALL, 16, GPU)
-    store.save(key, large, before={20: 100.0}, after={20: 90.0})
+    save(store, 16, tuning=large)
     assert chosen(store, rows=16) == large
     with caplog.at_level(logging.WARNING):
         found = chosen(store, rows=16, shared=SMALL_SHARED)
@@ -802,10 +805,9 @@ def test_blocks_that_a_small_gpu_has_no_room_for_are_not_used_there(
 def test_a_stored_tuning_gets_clusters_for_a_longer_context(
     store: TuningStore, context: int, multiprocessors: int, splits: int
 ) -> None:
-    """But no more than a multiprocessor has room for, and never fewer than were stored."""
+    """It gets no more than a multiprocessor has room for, and never fewer than were stored."""
     clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 16, 8))
-    key = TuningKey.of(SMALL, 1, GPU)
-    store.save(key, clustered, before={20: 100.0}, after={20: 90.0})
+    save(store, tuning=clustered)
     sizes = {"context": context, "multiprocessors": multiprocessors}
     found = chosen(store, clusters=True, **sizes).attention
     assert found == replace(clustered.attention, splits=splits)
@@ -897,7 +899,7 @@ def test_a_damaged_file_costs_a_warning(
 def test_a_number_of_another_type_is_a_reason_and_no_crash(
     store: TuningStore, caplog: pytest.LogCaptureFixture, rows: int, value: Any
 ) -> None:
-    """Wherever it stands: what one shape says may be compared with another's."""
+    """One shape's numbers may be compared with another's."""
     path = save(store, rows=rows)
     sound = json.loads(path.read_text())["tuning"]
     for name in (*shapes.PRODUCTS.values(), "attention"):
@@ -1024,30 +1026,25 @@ def test_a_meter_times_and_trusts_what_agrees(meter: EmulatedMeter) -> None:
     assert default.tobytes() != meter.logits(TURNED, 20).tobytes()
 
 
-def test_a_meter_sees_wrong_logits(meter: EmulatedMeter) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(True, "away from the default's"), (False, "different bits")]
+)
+def test_a_meter_sees_wrong_logits_and_bits_that_change(
+    meter: EmulatedMeter, wrong: bool, said: str
+) -> None:
     count = 0
 
-    def late(kernel: str, values: Any) -> None:
+    def tamper(kernel: str, values: Any) -> None:
         nonlocal count
-        count += kernel == "head"
-        if kernel == "head" and count > 1:  # the trusted one comes first
-            values["logits"][: SMALL.vocabulary // 2] *= 1.5
-
-    meter.tamper = late
-    assert "away from the default's" in str(meter.problem(TURNED))
-
-
-def test_a_meter_sees_bits_that_change(meter: EmulatedMeter) -> None:
-    count = 0
-
-    def drift(kernel: str, values: Any) -> None:
-        nonlocal count
-        count += kernel == "head"
         if kernel == "head":
-            values["logits"][0] += np.float32(1e-5 * count)
+            count += 1
+            if not wrong:
+                values["logits"][0] += np.float32(1e-5 * count)
+            elif count > 1:  # the trusted one comes first
+                values["logits"][: SMALL.vocabulary // 2] *= 1.5
 
-    meter.tamper = drift
-    assert "different bits" in str(meter.problem(TURNED))
+    meter.tamper = tamper
+    assert said in str(meter.problem(TURNED))
 
 
 def test_a_meter_gives_infinity_for_what_is_refused(meter: EmulatedMeter) -> None:
