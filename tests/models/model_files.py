@@ -95,7 +95,7 @@ FAMILIES = {
     "qwen2, windows": replace(CONFIG, qkv_bias=True, windows=(0, 7)),
     "qwen3": replace(CONFIG, qk_norm=True, head_size=24, rope_theta=1e6),
 }
-"""By what config.json names each; GGUF files call Mistral's "llama"."""
+"""Configs by the name in config.json; GGUF files call Mistral's "llama"."""
 
 
 def family_of(config: LlamaConfig) -> str:
@@ -291,11 +291,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 Tensors = dict[str, tuple[str, np.ndarray]]
-"""By name: the file's dtype, and an array with its bytes."""
+"""The dtype in the file and an array with the bytes, by the tensor's name."""
 
 
 def save_safetensors(path: Path, tensors: Tensors) -> None:
-    """A safetensors file; also of types that the package has no NumPy type for."""
+    """Write a safetensors file; NumPy need not have the tensors' dtypes."""
     head: dict[str, Any] = {}
     data = b""
     for name, (kind, array) in tensors.items():

@@ -104,7 +104,7 @@ class Way:
             assert len(list(decoder.run_batch(sequences, count=count, **self.run))) == count
 
     def check(self, decoder: Decoder) -> None:
-        """That it went that way."""
+        """Asserts that the decoder went this way."""
         numbers = decoder.statistics()
         assert not numbers.quarantined
         assert (numbers.launches_replayed > 0) == (self.options.get("graphs", True))

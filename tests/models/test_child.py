@@ -247,7 +247,7 @@ def test_it_ends_with_its_parent(end: str) -> None:
 
 
 def test_a_parent_that_is_killed_during_a_request() -> None:
-    """Then the limit on processor time ends it, or its answer that nobody takes."""
+    """The limit on processor time ends it, or its answer, which has no reader."""
     pid = int(
         run("""
         child._seconds = 0.5

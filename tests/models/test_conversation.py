@@ -191,7 +191,7 @@ def test_an_answer_has_no_space_that_is_the_tokenizers_own(
 
 
 def test_pieces_of_many_rows_say_the_same(host_device: Device, tiny: Path) -> None:
-    """Not bit by bit, since sums go in another order, but the same tokens."""
+    """The tokens are the same; bits are not, since sums have another order."""
     with TextGenerator(host_device, tiny) as generator:
         conversation = generator.chat(max_tokens=12)
         said(conversation, "the end of a longer message")

@@ -1,4 +1,4 @@
-"""How a program becomes launches for a device: what can be said of the CUDA backend without one."""
+"""How a program becomes launches of the CUDA backend, without a GPU."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def step_of(how: str, model: LlamaConfig, rows: int, kind: str) -> tuple[Any, ..
 def test_every_launch_touches_what_the_one_before_wrote(
     how: str, rows: int, kind: str, model: LlamaConfig
 ) -> None:
-    """So a recorded graph is a chain, and a wait for the one kernel before, which each may start
-    early beside, stands for all earlier ones.  The body of a loop too."""
+    """A recorded graph is then a chain, also in a loop's body: a kernel that starts early waits for
+    the one before it alone, and thereby for all earlier ones."""
     addresses: dict[str, int] = {}
 
     def place(value: Any) -> MemoryRange:

@@ -356,7 +356,7 @@ def test_a_damaged_tokenizer_gives_the_memory_back(host_device: Device, tmp_path
 
 
 def test_the_text_of_tokens_as_they_come(generator: TextGenerator) -> None:
-    """What a caller needs that takes the tokens of many answers itself."""
+    """A caller that takes the tokens of many answers itself needs this."""
     tokens = generator.tokenizer.encode("a the b in 12 – ü")
     for stop, wanted, ended in (
         ((), "a the b in 12 – ü", False),

@@ -358,6 +358,6 @@ def test_where_a_piece_ends() -> None:
     assert [sizes.piece_end(n) for n in (1, 33, 64, 65, 128, 129, 300, 512)] == [
         *(1, 33, 64, 128, 128, 256, 512, 512)
     ]
-    # Where larger batches are possible, their steps sample in every row.
+    # Steps of larger batches, where these are possible, sample in every row.
     assert PlanSizes(rows=128, sequences=100).piece_end(70) == 70
     assert PlanSizes(rows=48).piece_end(40) == 40

@@ -187,7 +187,7 @@ def test_large_models_are_packed_by_themselves() -> None:
 
 @pytest.mark.parametrize("clusters", [False, True])
 def test_packed_products_use_clusters_where_the_device_has_them(clusters: bool) -> None:
-    """Also for models none of whose other products shares inputs among blocks."""
+    """The model's other products share no inputs among blocks."""
     config = SHAPES["8B"]
     formats = formats_of(config, lambda name: PackedCheckpoint(config, "Q4_K_M", "").raw(name).type)
     tuning = default_tuning(config, rows=64, context=512, clusters=clusters)

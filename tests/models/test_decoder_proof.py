@@ -1,4 +1,4 @@
-"""That the decoder is right: logits against float32 and transformers, every way of running against
+"""The decoder is right: logits against float32 and transformers, every way of running against
 the others, one step against itself a thousand times.
 
 The same bodies run on the host driver, where the NumPy kernels answer in float32, and on a GPU,
@@ -44,7 +44,7 @@ from tests.models.proof import (
 from tests.models.random_models import RandomModel
 
 Logits = dict[int, npt.NDArray[np.float32]]
-"""By position: what was computed from the tokens up to and with that position."""
+"""Logits by position, computed from the tokens up to and with that position."""
 
 
 # ------------------------------------------------------------------ a walk through a whole context

@@ -827,8 +827,8 @@ def test_a_part_after_an_answer_drops_the_token_that_was_not_decoded(where: Devi
 
 
 def test_a_prefix_that_is_copied_is_as_good_as_one_that_is_read(where: Device) -> None:
-    """Also while its source is in the middle of a run, and further than its tokens say; and with
-    a penalty, which looks at all tokens before."""
+    """The source may be in the middle of a run, further than its tokens say; a penalty looks at all
+    tokens before."""
     strict = SamplingOptions(temperature=1.0, seed=9, repetition_penalty=1.5)
     shared = MODEL.tokens(40, seed=12)
     with open_decoder(where, sequences=3) as decoder:

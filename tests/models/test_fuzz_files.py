@@ -39,8 +39,8 @@ fuzzing = settings(
 
 @contextlib.contextmanager
 def bounded(seconds: float = 60.0) -> Iterator[None]:
-    """Fails if the block runs away: so long, which no sound file comes near on any machine, or more
-    than 1 GiB of addresses (Linux)."""
+    """Fails if the block takes more processor time, which no sound file needs on any machine, or
+    more than 1 GiB of addresses (Linux)."""
     limits = contextlib.nullcontext()
     if sys.platform == "linux":
         limits = address_space(GIB)

@@ -192,7 +192,7 @@ def test_inputs_lie_in_panels_where_all_products_read_whole_panels() -> None:
 def test_packed_products_for_small_gpus_agree_with_numpy(
     emulator: Emulator, rows: int, shared: int
 ) -> None:
-    """One row as several: its digits are said not to fit."""
+    """One row is multiplied as several are: its digits are said not to fit."""
     config = replace(WHOLE, inner=2304)
     tuning = default_tuning(config, rows=rows, context=70, shared=shared)
     bench = bench_on(emulator, config, rows, tunings={rows: tuning}, types=types_of("Q4_K"))
@@ -214,7 +214,7 @@ def test_how_matrices_are_packed() -> None:
 
 
 def test_bytes_are_those_of_the_file() -> None:
-    """Where rows are whole bricks and pairs whole tiles."""
+    """Rows are whole bricks here, and pairs whole tiles."""
     from ostinato.models.files.dequantise import BLOCK_TYPES
 
     for kind in FORMATS:

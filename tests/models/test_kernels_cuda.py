@@ -389,7 +389,7 @@ ONE, TWO = replace(SMALL, layers=1), replace(SMALL, layers=2)
 ROUNDED = config_of(3, 1, 64, hidden=520, inner=1032, vocabulary=257, layers=1)
 WIDE = config_of(6, 2, 64, hidden=1032, inner=2064, vocabulary=1001, layers=1)
 SHARING = config_of(3, 1, 64, hidden=192, inner=2064, vocabulary=257, layers=1)
-"""Whose way down is shared by blocks in clusters."""
+"""Blocks in clusters share its way down."""
 SETUPS = {
     **{f"block, {name}": clustered(TWO, 1, 300, block=block) for name, block in BLOCKS.items()},
     **{
@@ -596,7 +596,7 @@ def test_rows_do_not_change_each_other_on_the_emulator(emulator: Emulator, name:
 def test_rows_do_not_change_each_other(
     cuda_device: Device, size: int, rows: int, context: int, multiprocessors: int
 ) -> None:
-    """By the rule; the same bits every time, whichever block does what."""
+    """With the rule's tuning the bits are the same every time, whichever block does what."""
     config = config_of(8, 2, size, hidden=136, inner=88, vocabulary=67, layers=1)
     given: Any = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
     tuning = shapes.default_tuning(config, clusters=True, **given)
@@ -711,7 +711,7 @@ def check_sampling(bench: checks.Bench, every: int = 1) -> None:
 def test_sampling_agrees_with_numpy_on_the_emulator(
     emulator: Emulator, vocabulary: int, every: int
 ) -> None:
-    """Also where the logits are read four at a time."""
+    """256 logits are read four at a time, 257 are not."""
     check_sampling(bench_on(emulator, replace(ONE, vocabulary=vocabulary), 1), every)
 
 

@@ -1,4 +1,4 @@
-"""The launches of a step whose products a library computes: what can be said without a GPU."""
+"""The launches of a step whose products a library computes, without a GPU."""
 
 from __future__ import annotations
 

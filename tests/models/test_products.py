@@ -17,7 +17,7 @@ PRODUCT = MatrixProduct(4, 6, 8, accumulate=True)
 
 
 class FakeLibrary:
-    """Launches through the driver, as a library would that knows nothing of us.
+    """Launches through the driver, like a library that does not know this package.
 
     `calls`: how often it was asked.  `wrong_from`: from this call on it computes something else.
     `synchronizes`: it does what breaks a capture.

@@ -105,7 +105,7 @@ def from_awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> np.
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """To what bfloat16 holds."""
+    """The values rounded to bfloat16."""
     bits = to_bfloat16(np.ascontiguousarray(values, np.float32)).astype(np.uint32)
     return (bits << 16).view(np.float32)
 

@@ -312,7 +312,7 @@ def test_advice_that_makes_no_sense_names_its_file(
 
 
 def test_who_names_the_likeliest_token_gets_it() -> None:
-    """Defaults are for drawing: a penalty that nobody asked for would change greedy answers."""
+    """Defaults are for drawing: their penalty would change greedy answers."""
     assert OWN.with_named(temperature=0, seed=5) == SamplingOptions(seed=5)
     assert OWN.with_named(temperature=0.0, repetition_penalty=2.0) == SamplingOptions(
         repetition_penalty=2.0

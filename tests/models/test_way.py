@@ -70,7 +70,7 @@ def as_documented(heading: str) -> list[str]:
 
 @pytest.mark.parametrize("another", [False, True])
 def test_a_decoded_token(decoder: Decoder, host_device: Device, another: bool) -> None:
-    """Also if `another` graph of its cache was used since the last token."""
+    """`another`: another graph of the cache was used since the last token."""
     if another:
         graph = Graph.create(host_device)
         graph.add_empty()
