@@ -351,8 +351,10 @@ def test_the_default_rule_is_legal_at_its_limits(config: LlamaConfig, multiproce
     assert problems_of(config, 1, shapes.default_tuning(config, **given)) == ()
 
 
-@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("name", ["135M", "8B", "odd"])
+@pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["135M", *(pytest.param(name, marks=pytest.mark.slow) for name in ("8B", "odd"))]
+)
 def test_the_attention_in_clusters_compiles_without_local_memory(name: str, arch: str) -> None:
     config = CONFIGS[name]
     tuning = replace(shapes.default_tuning(config, clusters=True, context=8192), block=None)
@@ -416,9 +418,8 @@ def test_what_the_rule_takes_for_few_rows_is_tried_for_other_models_too(
     assert attention in attention_shapes(config, rows, clusters=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["135M", *(pytest.param(name, marks=pytest.mark.slow) for name in ("8B", "odd"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["135M", "8B", "odd"])
 def test_candidates_compile_and_fit_the_registers(name: str) -> None:
     """The likeliest of each kind with and without turns; all of them would take minutes.  What the
     rule's own tuning launches too is compiled by other tests."""
@@ -894,7 +895,7 @@ def test_a_damaged_file_costs_a_warning(
     assert chosen(store) == tuned()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("value", ["0; rm -rf", None, [1], {}, 1.5, math.nan, True, 10**30])
 def test_a_number_of_another_type_is_a_reason_and_no_crash(
     store: TuningStore, caplog: pytest.LogCaptureFixture, rows: int, value: Any
