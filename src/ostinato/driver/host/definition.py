@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import TopologicalSorter
 from random import Random
 
 from ostinato.driver.api import (
@@ -14,6 +15,7 @@ from ostinato.driver.api import (
     ConditionalHandle,
     ConditionalKind,
     ConditionalNodeParams,
+    ConditionDefaults,
     Edge,
     EdgeData,
     EdgeType,
@@ -33,7 +35,7 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.host.handles import HandleTable, new_handle
+from ostinato.driver.host.handles import HandleTable, invalid, new_handle
 from ostinato.driver.host.memory import MemoryTable
 from ostinato.errors import DriverError, Status, driver_error
 
@@ -64,8 +66,7 @@ class Condition:
     """The definition of a conditional handle; each executable has its own value for the handle."""
 
     handle: ConditionalHandle
-    default: int
-    reset_at_launch: bool
+    defaults: ConditionDefaults
     used: bool = False
 
 
@@ -110,19 +111,21 @@ class DefinitionNode:
             return ChildGraphNodeParams(self.child.handle)
         return self.params
 
-    def check_settable(self, call: str, params: NodeParams) -> None:
-        """Raises unless the definition's node can get other parameters of this type."""
+    def check_settable(
+        self, call: str, params: NodeParams, fixed: Container[NodeKind], blamed: NodeHandle | None
+    ) -> None:
+        """Raises unless the node can get other parameters of this type.
+
+        Nodes of the kinds in `fixed` cannot.  `blamed`: the node that the error names.
+        """
         refuse_opaque(call, params)
         if KINDS[type(params)] != self.kind:
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                f"it is a {self.kind.name} node, not {KINDS[type(params)].name}",
-                node=self.handle,
+            raise invalid(
+                call, f"it is a {self.kind.name} node, not {KINDS[type(params)].name}", node=blamed
             )
-        if self.kind in MEMORY_KINDS or self.inner:
+        if self.kind in fixed:
             raise driver_error(
-                Status.NOT_SUPPORTED, call, f"a {self.kind.name} node is fixed", node=self.handle
+                Status.NOT_SUPPORTED, call, f"a {self.kind.name} node is fixed", node=blamed
             )
 
     def check_edge(self, call: str, target: NodeKind | None, data: EdgeData) -> None:
@@ -136,7 +139,7 @@ class DefinitionNode:
             target == NodeKind.KERNEL or data.type == EdgeType.DEFAULT
         )
         if not kernels or data.to_port != 0 or data.from_port not in (0, 1, 2):
-            raise driver_error(Status.INVALID_VALUE, call, f"{data} from a {self.kind.name} node")
+            raise invalid(call, f"{data} from a {self.kind.name} node")
 
 
 class GraphTables:
@@ -280,14 +283,9 @@ class GraphDefinition:
         nodes = [self.tables.nodes.find(call, handle) for handle in handles]
         for node in nodes:
             if node.graph is not self:
-                raise driver_error(
-                    Status.INVALID_VALUE,
-                    call,
-                    f"node {node.handle:#x} is of another graph",
-                    node=node.handle,
-                )
+                raise invalid(call, f"node {node.handle:#x} is of another graph", node=node.handle)
         if len(set(nodes)) != len(nodes):
-            raise driver_error(Status.INVALID_VALUE, call, "a dependency is named twice")
+            raise invalid(call, "a dependency is named twice")
         return nodes
 
     # --- nodes
@@ -311,11 +309,7 @@ class GraphDefinition:
                 params = self._reserve(call, params)
             case FreeNodeParams():
                 if params.address not in self.tables.memory.reserved:
-                    raise driver_error(
-                        Status.INVALID_VALUE,
-                        call,
-                        f"{params.address:#x} is not the address of an alloc node",
-                    )
+                    raise invalid(call, f"{params.address:#x} is not the address of an alloc node")
         node = DefinitionNode(NodeHandle(new_handle()), self, params)
         data = edge_data if edge_data is not None else (EdgeData(),) * len(dependencies)
         node.incoming = list(zip(dependencies, data, strict=True))
@@ -332,26 +326,18 @@ class GraphDefinition:
     def _take_condition(self, call: str, params: ConditionalNodeParams) -> None:
         most = _BODIES_AT_MOST.get(params.kind)
         if params.size < 1 or (most is not None and params.size > most):
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                f"a {params.kind.name} node cannot have {params.size} bodies",
-            )
+            raise invalid(call, f"a {params.kind.name} node cannot have {params.size} bodies")
         if params.bodies:
-            raise driver_error(
-                Status.INVALID_VALUE, call, "bodies are made with the node: give none"
-            )
+            raise invalid(call, "bodies are made with the node: give none")
         condition = self.root.conditions.get(params.handle)
         if condition is None or condition.used:
             why = "is of no use to this graph" if condition is None else "has a node already"
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"conditional handle {params.handle:#x} {why}"
-            )
+            raise invalid(call, f"conditional handle {params.handle:#x} {why}")
         condition.used = True
 
     def _reserve(self, call: str, params: AllocNodeParams) -> AllocNodeParams:
         if params.nbytes <= 0 or params.address:
-            raise driver_error(Status.INVALID_VALUE, call, f"{params}")
+            raise invalid(call, f"{params}")
         if self.owner is not None:
             raise driver_error(
                 Status.NOT_SUPPORTED, call, "alloc nodes belong into the outermost graph"
@@ -379,30 +365,32 @@ class GraphDefinition:
         self, call: str, default: int, *, reset_at_launch: bool
     ) -> ConditionalHandle:
         if not 0 <= default < 1 << 32:
-            raise driver_error(Status.INVALID_VALUE, call, f"default={default}")
+            raise invalid(call, f"default={default}")
         handle = ConditionalHandle(new_handle())
-        self.root.conditions[handle] = Condition(handle, default, reset_at_launch)
+        self.root.conditions[handle] = Condition(
+            handle, ConditionDefaults(default, reset_at_launch)
+        )
         return handle
 
     # --- edges
 
     def add_edges(self, call: str, edges: Sequence[Edge]) -> None:
         """Adds all edges or, if one is refused, none."""
-        added: list[tuple[DefinitionNode, DefinitionNode, EdgeData]] = []
+        changed: list[DefinitionNode] = []
         try:
             for edge in edges:
                 (source,) = self.nodes_of(call, [edge.source])
                 (target,) = self.nodes_of(call, [edge.target])
                 source.check_edge(call, target.kind, edge.data)
                 if any(source is known for known, _ in target.incoming):
-                    raise driver_error(Status.INVALID_VALUE, call, f"{edge} exists already")
+                    raise invalid(call, f"{edge} exists already")
                 if target in ancestors([source]):
-                    raise driver_error(Status.INVALID_VALUE, call, f"{edge} would close a cycle")
+                    raise invalid(call, f"{edge} would close a cycle")
                 target.incoming.append((source, edge.data))
-                added.append((source, target, edge.data))
+                changed.append(target)
         except DriverError:
-            for source, target, data in added:
-                target.incoming.remove((source, data))
+            for target in reversed(changed):
+                target.incoming.pop()
             raise
 
     # --- copies
@@ -443,9 +431,7 @@ class GraphDefinition:
         for twin in self.walk():
             if twin.original == original:
                 return twin.handle
-        raise driver_error(
-            Status.INVALID_VALUE, call, "the graph is no clone of the node's graph", node=original
-        )
+        raise invalid(call, "the graph is no clone of the node's graph", node=original)
 
 
 def check_edge_data(
@@ -453,11 +439,7 @@ def check_edge_data(
 ) -> None:
     """Raises unless there is valid data for each dependency of a new node."""
     if len(edge_data) != len(sources):
-        raise driver_error(
-            Status.INVALID_VALUE,
-            call,
-            f"{len(edge_data)} edge data for {len(sources)} dependencies",
-        )
+        raise invalid(call, f"{len(edge_data)} edge data for {len(sources)} dependencies")
     for source, data in zip(sources, edge_data, strict=True):
         source.check_edge(call, KINDS.get(type(params)), data)
 
@@ -491,19 +473,16 @@ def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> li
     index = {node: i for i, node in enumerate(nodes)}
     if all(index[source] < i for i, node in enumerate(nodes) for source, _ in node.incoming):
         return nodes
-    waiting = [len({source for source, _ in node.incoming}) for node in nodes]
-    followers: dict[DefinitionNode, list[int]] = {}
-    for i, node in enumerate(nodes):
-        for source in {source for source, _ in node.incoming}:
-            followers.setdefault(source, []).append(i)
-    ready = [i for i, count in enumerate(waiting) if count == 0]
+    sorter = TopologicalSorter(
+        {i: [index[source] for source, _ in node.incoming] for i, node in enumerate(nodes)}
+    )
+    sorter.prepare()  # no cycles: edges are checked when they are added
+    ready: list[int] = []
     order: list[DefinitionNode] = []
-    while ready:
-        node = nodes[heapq.heappop(ready)]
-        order.append(node)
-        for i in followers.get(node, ()):
-            waiting[i] -= 1
-            if waiting[i] == 0:
-                heapq.heappush(ready, i)
-    assert len(order) == len(nodes), "edges are checked for cycles when they are added"
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+        first = heapq.heappop(ready)
+        order.append(nodes[first])
+        sorter.done(first)
     return order

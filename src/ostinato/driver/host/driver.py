@@ -87,13 +87,14 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.forking import new_lock, switch_off_in_children
 from ostinato.driver.host.definition import (
+    SINGLE_KINDS,
     DefinitionNode,
     GraphTables,
     HostFrozenGraph,
     check_edge_data,
 )
 from ostinato.driver.host.executable import Executable, check_instantiable
-from ostinato.driver.host.handles import HandleTable, new_handle
+from ostinato.driver.host.handles import HandleTable, invalid, new_handle
 from ostinato.driver.host.memory import bytes_of
 from ostinato.driver.host.modules import MAX_SHARED, MAX_THREADS, HostModule, image_of
 from ostinato.driver.host.queue import HostContext, Mark, WorkQueue
@@ -129,7 +130,7 @@ class HostDriver:
         total_memory: int = DEFAULT_MEMORY,
         shuffle: int | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
         self._shuffle = None if shuffle is None else Random(shuffle)
         self._lock = new_lock()
         self._context = HostContext(total_memory)
@@ -152,25 +153,20 @@ class HostDriver:
         self._finalizer = weakref.finalize(self, self._context.shut_down)
         switch_off_in_children(self._context)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            conditional_nodes=True,
-            conditional_branches=True,
-            batch_memory_ops=True,
-            memory_nodes=True,
-            programmatic_launch=True,
-            clusters=True,
-            cooperative_launch=True,
-            host_memory_is_device_memory=True,
-            image_kinds=frozenset({"host"}),
-            source_language="host",
-            shares_memory=True,
-        )
+    capabilities = Capabilities(
+        conditional_nodes=True,
+        conditional_branches=True,
+        batch_memory_ops=True,
+        memory_nodes=True,
+        programmatic_launch=True,
+        clusters=True,
+        cooperative_launch=True,
+        host_memory_is_device_memory=True,
+        image_kinds=frozenset({"host"}),
+        source_language="host",
+        shares_memory=True,
+    )
+    cuda_context: CudaContext | None = None
 
     @property
     def properties(self) -> DeviceProperties:
@@ -185,10 +181,6 @@ class HostDriver:
             memory_bandwidth=0,
             driver_version="host",
         )
-
-    @property
-    def cuda_context(self) -> CudaContext | None:
-        return None
 
     def close(self) -> None:
         """Ends the threads, drops work that has not begun, and frees all memory."""
@@ -299,7 +291,7 @@ class HostDriver:
         call = self._enter("memcpy")
         target = self._streams.find(call, stream)
         if nbytes < 0:
-            raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
+            raise invalid(call, f"{nbytes} bytes")
         if nbytes == 0:
             return
         self._memory.check(dst, nbytes, call, "dst")
@@ -312,9 +304,7 @@ class HostDriver:
         call = self._enter("memset")
         target = self._streams.find(call, stream)
         if element_size not in (1, 2, 4) or count < 0:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{count} elements of {element_size} bytes"
-            )
+            raise invalid(call, f"{count} elements of {element_size} bytes")
         if count == 0:
             return
         self._memory.check(dst, element_size * count, call, "dst")
@@ -325,12 +315,11 @@ class HostDriver:
         target, nbytes = self._pageable(call, stream), src.nbytes
         if nbytes == 0:
             return
-        self._memory.check(dst, nbytes, call, "dst")
-        source = bytes_of(call, src)
-        staged = nbytes <= _STAGED
+        memory = self._memory
+        memory.check(dst, nbytes, call, "dst")
+        staged, source = nbytes <= _STAGED, bytes_of(call, src)
         if staged:
             source = source.copy()
-        memory = self._memory
         with self._lock:
             number = target.queue.submit(lambda: np.copyto(memory.view(dst, nbytes, call), source))
         if not staged:
@@ -341,16 +330,14 @@ class HostDriver:
         call = "memcpy_to_host"
         target, nbytes = self._pageable(call, stream), dst.nbytes
         if dst.readonly:
-            raise driver_error(Status.INVALID_VALUE, call, "dst cannot be written")
+            raise invalid(call, "dst cannot be written")
         if nbytes == 0:
             return
-        self._memory.check(src, nbytes, call, "src")
-        destination = bytes_of(call, dst)
         memory = self._memory
+        memory.check(src, nbytes, call, "src")
+        to = bytes_of(call, dst)
         with self._lock:
-            number = target.queue.submit(
-                lambda: np.copyto(destination, memory.view(src, nbytes, call))
-            )
+            number = target.queue.submit(lambda: np.copyto(to, memory.view(src, nbytes, call)))
         target.queue.wait(number)
         self._context.raise_failure(call)
 
@@ -594,7 +581,7 @@ class HostDriver:
             target.check_can_begin(call)
             definition = self._graphs.find(call, graph)
             if self._captures.fills(definition):
-                raise driver_error(Status.INVALID_VALUE, call, "the graph is being captured into")
+                raise invalid(call, "the graph is being captured into")
             nodes = definition.nodes_of(call, dependencies)
             self._captures.begin(target, definition, tuple(nodes), mode)
 
@@ -627,7 +614,7 @@ class HostDriver:
             definition = self._graphs.find(call, graph)
             if definition.owner is not None or self._captures.fills(definition):
                 owner = "its node" if definition.owner is not None else "a capture under way"
-                raise driver_error(Status.INVALID_VALUE, call, f"the graph belongs to {owner}")
+                raise invalid(call, f"the graph belongs to {owner}")
             definition.destroy()
 
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
@@ -655,8 +642,7 @@ class HostDriver:
         self, graph: GraphHandle, *, ours: Container[NodeHandle] | None = None
     ) -> FrozenGraph:
         with self._entered("graph_freeze") as call:
-            definition = self._graphs.find(call, graph)
-            return HostFrozenGraph(definition)
+            return HostFrozenGraph(self._graphs.find(call, graph))
 
     def graph_add_node(
         self,
@@ -706,7 +692,7 @@ class HostDriver:
     def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
         with self._entered("node_set_params") as call:
             found = self._nodes.find(call, node)
-            found.check_settable(call, params)
+            found.check_settable(call, params, SINGLE_KINDS | {NodeKind.CHILD_GRAPH}, node)
             self._compiler.check(call, params)
             found.params = params
 
@@ -719,8 +705,7 @@ class HostDriver:
 
     def condition_defaults(self, node: NodeHandle) -> ConditionDefaults | None:
         with self._entered("condition_defaults") as call:
-            found = self._nodes.find(call, node).condition
-            return ConditionDefaults(found.default, found.reset_at_launch)
+            return self._nodes.find(call, node).condition.defaults
 
     # --- executables
 

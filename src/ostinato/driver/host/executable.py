@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 from ostinato.driver.api import (
@@ -31,14 +32,13 @@ from ostinato.driver.api import (
     UpdateVerdict,
 )
 from ostinato.driver.host.definition import (
-    KINDS,
     MEMORY_KINDS,
     SINGLE_KINDS,
     DefinitionNode,
     GraphDefinition,
     execution_order,
 )
-from ostinato.driver.host.handles import new_handle
+from ostinato.driver.host.handles import invalid, new_handle
 from ostinato.driver.host.queue import Latch, Mark
 from ostinato.driver.host.streams import HostStream
 from ostinato.driver.host.work import (
@@ -50,20 +50,6 @@ from ostinato.driver.host.work import (
     run_steps,
 )
 from ostinato.errors import DriverError, Status, driver_error
-
-_SETTABLE = frozenset(
-    {
-        NodeKind.KERNEL,
-        NodeKind.MEMCPY,
-        NodeKind.MEMSET,
-        NodeKind.HOST,
-        NodeKind.CHILD_GRAPH,
-        NodeKind.EMPTY,
-        NodeKind.EVENT_RECORD,
-        NodeKind.EVENT_WAIT,
-        NodeKind.BATCH_MEM_OP,
-    }
-)
 
 _SWITCHABLE = frozenset({NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET})
 
@@ -86,11 +72,10 @@ def check_instantiable(
     if flags & InstantiateFlags.DEVICE_LAUNCH:
         raise driver_error(Status.NOT_SUPPORTED, call, "launches from kernels")
     if capturing:
-        raise driver_error(Status.INVALID_VALUE, call, "the graph is still being captured")
+        raise invalid(call, "the graph is still being captured")
     for node in graph.walk():
         if node.graph.in_body and not isinstance(node.params, BODY_PARAMS):
-            raise driver_error(
-                Status.INVALID_VALUE,
+            raise invalid(
                 call,
                 f"a {node.kind.name} node in a conditional node's body, or in a child graph there",
                 node=node.handle,
@@ -101,11 +86,7 @@ def check_instantiable(
             )
     for condition in graph.conditions.values():
         if not condition.used:
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                f"conditional handle {condition.handle:#x} has no conditional node",
-            )
+            raise invalid(call, f"conditional handle {condition.handle:#x} has no conditional node")
     if instances and any(node.kind in SINGLE_KINDS for node in graph.walk()):
         raise driver_error(
             Status.NOT_SUPPORTED,
@@ -234,28 +215,16 @@ class Executable:
             if isinstance(node.params, ConditionalNodeParams):
                 condition = node.condition
                 values.setdefault(condition.handle, 0)
-                if condition.reset_at_launch:
-                    defaults[int(condition.handle)] = condition.default
+                if condition.defaults.reset_at_launch:
+                    defaults[int(condition.handle)] = condition.defaults.default
         self._conditions.defaults = defaults
 
     def _bind(self) -> None:
         """Makes the task of a launch from the present steps."""
-        steps = tuple(self._steps)
-        values, defaults = self._conditions.values, self._conditions.defaults
-        if defaults:
-
-            def task() -> None:
-                values.update(defaults)
-                for step in steps:
-                    step()
-
-        else:
-
-            def task() -> None:
-                for step in steps:
-                    step()
-
-        self._task: Callable[[], None] = task
+        steps, conditions = tuple(self._steps), self._conditions
+        if conditions.defaults:
+            steps = (partial(conditions.values.update, conditions.defaults), *steps)
+        self._task = partial(run_steps, steps)
 
     # --- launching
 
@@ -286,17 +255,14 @@ class Executable:
         """Accounts for a launch's memory when it is submitted, or refuses the launch."""
         for allocation in self._leaves:
             if allocation.outstanding and not self._auto_free:
-                raise driver_error(
-                    Status.INVALID_VALUE,
+                raise invalid(
                     call,
                     f"the last launch's memory at {allocation.address:#x} was not freed "
                     "(or instantiate with AUTO_FREE_ON_LAUNCH)",
                 )
         for allocation in self._frees:
             if not allocation.outstanding:
-                raise driver_error(
-                    Status.INVALID_VALUE, call, f"nothing is allocated at {allocation.address:#x}"
-                )
+                raise invalid(call, f"nothing is allocated at {allocation.address:#x}")
         wanted = sum(a.nbytes for a in self._allocations if not a.outstanding)
         free = self._memory.free
         if wanted > free:
@@ -343,31 +309,13 @@ class Executable:
         """Returns the snapshot's node for a node of the definition."""
         found = self._nodes.get(handle)
         if found is None:
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                "the node is not of the graph that the executable was made from",
-                node=handle,
+            raise invalid(
+                call, "the node is not of the graph that the executable was made from", node=handle
             )
         return found
 
-    def _check_settable(self, call: str, node: DefinitionNode, params: NodeParams) -> None:
-        kind = KINDS.get(type(params))
-        if kind != node.kind:
-            asked = "opaque" if kind is None else kind.name
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                f"it is a {node.kind.name} node, not {asked}",
-                node=node.original,
-            )
-        if kind not in _SETTABLE:
-            raise driver_error(
-                Status.NOT_SUPPORTED, call, f"a {node.kind.name} node is fixed", node=node.original
-            )
-
     def set_params(self, call: str, node: DefinitionNode, params: NodeParams) -> None:
-        self._check_settable(call, node, params)
+        node.check_settable(call, params, SINGLE_KINDS, node.original)
         if isinstance(params, EmptyNodeParams):
             return
         if isinstance(params, ChildGraphNodeParams):
@@ -383,7 +331,7 @@ class Executable:
             )
         why = _why_not(node.params, params, self._memory.is_pinned)
         if why:
-            raise driver_error(Status.INVALID_VALUE, call, why, node=node.original)
+            raise invalid(call, why, node=node.original)
         before, node.params = node.params, params
         try:
             self._recompile(node)
@@ -412,11 +360,8 @@ class Executable:
 
     def enabled(self, call: str, node: DefinitionNode) -> bool:
         if node.kind not in _SWITCHABLE:
-            raise driver_error(
-                Status.INVALID_VALUE,
-                call,
-                f"a {node.kind.name} node cannot be switched off",
-                node=node.original,
+            raise invalid(
+                call, f"a {node.kind.name} node cannot be switched off", node=node.original
             )
         return node not in self._disabled
 
@@ -537,8 +482,7 @@ def _compare_nodes(
         assert isinstance(is_.params, ConditionalNodeParams)
         if was.params.kind != is_.params.kind or was.params.size != is_.params.size:
             return changed
-        one, other = was.condition, is_.condition
-        if (one.default, one.reset_at_launch) != (other.default, other.reset_at_launch):
+        if was.condition.defaults != is_.condition.defaults:
             return changed
     for inner, new_inner in zip(was.inner, is_.inner, strict=True):
         outcome = _compare(inner, new_inner, is_pinned)

@@ -1,4 +1,4 @@
-"""Handles of the host driver, and tables of their objects."""
+"""Handles of the host driver, tables of their objects, and the most frequent error."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
-from ostinato.errors import Status, driver_error
+from ostinato.errors import DriverError, Status, driver_error
 
 # One counter for handles of every type: a handle of the wrong type is then always unknown.
 new_handle: Callable[[], int] = itertools.count(0x5000_0000, 0x10).__next__
 
 T = TypeVar("T")
+
+
+def invalid(call: str, detail: str, *, node: int | None = None) -> DriverError:
+    """Returns the error INVALID_VALUE."""
+    return driver_error(Status.INVALID_VALUE, call, detail, node=node)
 
 
 class HandleTable(dict[int, T]):

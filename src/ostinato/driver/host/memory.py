@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.forking import new_lock
+from ostinato.driver.host.handles import invalid
 from ostinato.driver.host.kernel import HostKernel, PointerParameter
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
@@ -49,6 +50,10 @@ class Allocation:
     holders: int = 0
     """The number of definitions and executables that name a graph's allocation."""
 
+    @property
+    def end(self) -> int:
+        return self.address + self.nbytes
+
 
 def _new_allocation(
     nbytes: int, call: str, *, pinned: bool = False, graph_owned: bool = False
@@ -72,7 +77,7 @@ def bytes_of(call: str, view: memoryview) -> npt.NDArray[np.uint8]:
     try:
         return np.frombuffer(view, dtype=np.uint8)
     except (BufferError, ValueError) as error:
-        raise driver_error(Status.INVALID_VALUE, call, str(error)) from error
+        raise invalid(call, str(error)) from error
 
 
 _address = operator.attrgetter("address")
@@ -107,7 +112,7 @@ class MemoryTable:
     def allocate(self, call: str, nbytes: int, *, pinned: bool) -> int:
         """Allocates memory; returns its address."""
         if nbytes <= 0:
-            raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
+            raise invalid(call, f"{nbytes} bytes")
         if not pinned:
             self._refuse_more(call, nbytes)
         allocation = _new_allocation(nbytes, call, pinned=pinned)
@@ -125,9 +130,7 @@ class MemoryTable:
             or not self.remove(allocation)
         ):
             what = "pinned" if pinned else "device"
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{address:#x} does not begin {what} memory"
-            )
+            raise invalid(call, f"{address:#x} does not begin {what} memory")
         if allocation.graph_owned:
             allocation.outstanding = False
             self._drop_reserved(allocation)
@@ -152,15 +155,23 @@ class MemoryTable:
     def remove(self, allocation: Allocation) -> bool:
         """Ends an allocation.  Returns False if it was not live."""
         with self.lock:
-            at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
+            at = self._place(allocation.address)
             if at < 0 or self._live[at] is not allocation:
                 return False
-            self._generation += 1
-            self.decoded.clear()
+            del self._live[at]
+            self._forget_decoded()
             if not allocation.pinned:
                 self.used -= allocation.nbytes
-            del self._live[at]
             return True
+
+    def _place(self, address: int) -> int:
+        """Returns the index of the last live allocation up to an address; -1 if there is none."""
+        return bisect.bisect_right(self._live, address, key=_address) - 1
+
+    def _forget_decoded(self) -> None:
+        """Drops decoded arguments, also those that another thread is decoding."""
+        self._generation += 1
+        self.decoded.clear()
 
     # --- memory of other devices
 
@@ -168,9 +179,7 @@ class MemoryTable:
         """Returns a handle with which other host devices of this process open the allocation."""
         allocation = self.find(address)
         if allocation is None or allocation.address != address or allocation.pinned:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{address:#x} does not begin device memory"
-            )
+            raise invalid(call, f"{address:#x} does not begin device memory")
         number = next(_numbers)
         _shared[number] = allocation
         return _HANDLE.pack(os.getpid(), number)
@@ -182,13 +191,11 @@ class MemoryTable:
             process, number = _HANDLE.unpack(handle)
             allocation = _shared.get(number) if process == os.getpid() else None
         if allocation is None:
-            raise driver_error(
-                Status.INVALID_VALUE, call, "no memory of this process is shared by this handle"
-            )
+            raise invalid(call, "no memory of this process is shared by this handle")
         with self.lock:
-            at = bisect.bisect_right(self._live, allocation.address, key=_address) - 1
+            at = self._place(allocation.address)
             if at >= 0 and self._live[at] is allocation:
-                raise driver_error(Status.INVALID_VALUE, call, "the memory is this device's own")
+                raise invalid(call, "the memory is this device's own")
             if at < 0 or self._live[at].data is not allocation.data:
                 here = Allocation(allocation.address, allocation.nbytes, allocation.data, True)
                 bisect.insort(self._live, here, key=_address)
@@ -200,9 +207,7 @@ class MemoryTable:
         """Ends one `open_shared`."""
         allocation = self.find(address)
         if allocation is None or allocation.address != address or not allocation.opened:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{address:#x} is not another device's memory"
-            )
+            raise invalid(call, f"{address:#x} is not another device's memory")
         allocation.opened -= 1
         if not allocation.opened:
             self.remove(allocation)
@@ -216,41 +221,31 @@ class MemoryTable:
         memory: they become one allocation, until each is ended.
         """
         if nbytes <= 0:
-            raise driver_error(Status.INVALID_VALUE, call, f"{nbytes} bytes")
+            raise invalid(call, f"{nbytes} bytes")
         start, stop, count = address, address + nbytes, 1
         kept = [owner]
         with self.lock:
-            parts = [
-                a
-                for a in self._live
-                if a.address < address + nbytes and address < a.address + a.nbytes
-            ]
+            parts = [a for a in self._live if a.address < stop and start < a.end]
             if any(not a.adopted for a in parts):
-                inside = parts[0].address <= start and stop <= parts[0].address + parts[0].nbytes
-                if len(parts) == 1 and inside:
+                if len(parts) == 1 and parts[0].address <= start and stop <= parts[0].end:
                     return False
-                raise driver_error(
-                    Status.INVALID_VALUE,
-                    call,
-                    f"{nbytes} bytes at {address:#x} overlap other memory",
-                )
+                raise invalid(call, f"{nbytes} bytes at {address:#x} overlap other memory")
             for part in parts:
-                start, stop = min(start, part.address), max(stop, part.address + part.nbytes)
+                start, stop = min(start, part.address), max(stop, part.end)
                 count += part.adopted
                 kept.append(part.data)
             data = as_numpy(start, (stop - start,), np.dtype(np.uint8), kept)
             whole = Allocation(start, stop - start, data, pinned=True, adopted=count)
             self._live = [a for a in self._live if a not in parts]
             bisect.insort(self._live, whole, key=_address)
-            self._generation += 1
-            self.decoded.clear()
+            self._forget_decoded()
         return True
 
     def end_adopted(self, call: str, address: int) -> None:
         """Ends one `adopt` of a range that holds the address."""
         allocation = self.find(address)
         if allocation is None or not allocation.adopted:
-            raise driver_error(Status.INVALID_VALUE, call, f"{address:#x} was not adopted")
+            raise invalid(call, f"{address:#x} was not adopted")
         allocation.adopted -= 1
         if not allocation.adopted:
             self.remove(allocation)
@@ -283,7 +278,7 @@ class MemoryTable:
 
     def _reserved_at(self, address: int) -> Allocation | None:
         for allocation in tuple(self.reserved.values()):
-            if allocation.address <= address < allocation.address + allocation.nbytes:
+            if allocation.address <= address < allocation.end:
                 return allocation
         return None
 
@@ -291,7 +286,7 @@ class MemoryTable:
 
     def find(self, address: int) -> Allocation | None:
         """Returns the live allocation that holds the address, or None."""
-        with self.lock:
+        with self.lock:  # without `_place` and `end`: running work calls this for each view
             at = bisect.bisect_right(self._live, address, key=_address) - 1
             if at < 0:
                 return None
@@ -302,7 +297,7 @@ class MemoryTable:
         """Returns the allocation that ends at an address: a view of its last zero bytes points
         there.  Between two allocations there is always a gap."""
         before = self.find(address - 1)
-        return before if before and before.address + before.nbytes == address else None
+        return before if before and before.end == address else None
 
     def range(self, address: int) -> MemoryRange | None:
         allocation = self.find(address)
@@ -314,16 +309,11 @@ class MemoryTable:
 
     def check(self, address: int, nbytes: int, call: str, what: str) -> None:
         """Raises INVALID_VALUE for bytes outside of all allocations known at the call."""
-        allocation = self.find(address)
+        allocation = self.find(address) or self._reserved_at(address)
         if allocation is None:
-            allocation = self._reserved_at(address)
-        if allocation is None:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{what} {address:#x} is in no live allocation"
-            )
-        if address + nbytes > allocation.address + allocation.nbytes:
-            raise driver_error(
-                Status.INVALID_VALUE,
+            raise invalid(call, f"{what} {address:#x} is in no live allocation")
+        if address + nbytes > allocation.end:
+            raise invalid(
                 call,
                 f"{what}: {nbytes} bytes at {address:#x} pass the end of the allocation "
                 f"({allocation.nbytes} bytes at {allocation.address:#x})",

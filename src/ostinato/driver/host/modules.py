@@ -14,7 +14,7 @@ from ostinato.driver.api import (
     LaunchConfig,
     ModuleHandle,
 )
-from ostinato.driver.host.handles import new_handle
+from ostinato.driver.host.handles import invalid, new_handle
 from ostinato.driver.host.kernel import HostKernel, kernel_at, target_of
 from ostinato.errors import InputError, Status, driver_error
 
@@ -53,9 +53,7 @@ class LoadedFunction:
 
     def allow_shared(self, call: str, nbytes: int) -> None:
         if not 0 <= nbytes <= MAX_SHARED - self.kernel.static_shared:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{nbytes} of at most {MAX_SHARED} bytes"
-            )
+            raise invalid(call, f"{nbytes} of at most {MAX_SHARED} bytes")
         self.allowed_shared = max(nbytes, _DEFAULT_SHARED)
 
     def code(self, call: str) -> FunctionCode:
@@ -70,9 +68,7 @@ class LoadedFunction:
     def occupancy(self, call: str, threads: int, shared: int) -> int:
         """Returns the number of blocks of `threads` and `shared` bytes in a multiprocessor."""
         if threads < 1 or shared < 0:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{threads} threads, {shared} bytes of shared memory"
-            )
+            raise invalid(call, f"{threads} threads, {shared} bytes of shared memory")
         if threads > self.kernel.max_threads:
             return 0
         blocks = min(_BLOCKS_OF_MULTIPROCESSOR, _THREADS_OF_MULTIPROCESSOR // threads)
@@ -86,16 +82,14 @@ class LoadedFunction:
             self._check_arguments(call, arguments)
         threads = config.threads_per_block
         if threads > kernel.max_threads or threads > MAX_THREADS:
-            raise driver_error(
-                Status.INVALID_VALUE,
+            raise invalid(
                 call,
                 f"{kernel.name}: {threads} threads a block; it takes "
                 f"{min(kernel.max_threads, MAX_THREADS)}",
             )
         shared = config.shared
         if shared and shared + kernel.static_shared > self.allowed_shared:
-            raise driver_error(
-                Status.INVALID_VALUE,
+            raise invalid(
                 call,
                 f"{kernel.name}: {shared} bytes of shared memory; "
                 f"{self.allowed_shared} are allowed (function_allow_shared)",
@@ -113,9 +107,7 @@ class LoadedFunction:
                 size % part for size, part in zip(config.grid, config.cluster, strict=True)
             )
         if not fits:
-            raise driver_error(
-                Status.INVALID_VALUE, call, f"{self.kernel.name}: launched as {config}"
-            )
+            raise invalid(call, f"{self.kernel.name}: launched as {config}")
 
     def _check_arguments(self, call: str, arguments: KernelArguments) -> None:
         kernel = self.kernel
@@ -125,8 +117,7 @@ class LoadedFunction:
             if right:
                 self.accepted_layout = arguments.layout
         if not right:
-            raise driver_error(
-                Status.INVALID_VALUE,
+            raise invalid(
                 call,
                 f"{kernel.name} takes {[s.size for s in kernel.layout]} bytes of arguments, "
                 f"and {[s.size for s in arguments.layout]} were given",

@@ -31,6 +31,7 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.host.definition import DefinitionNode, GraphDefinition, ancestors
+from ostinato.driver.host.handles import invalid
 from ostinato.driver.host.queue import Mark, WorkQueue
 from ostinato.errors import Status, driver_error
 
@@ -122,7 +123,7 @@ class HostStream:
         if mark.capture is not capture:
             capture.broken = True
             if mark.capture.ended:
-                raise driver_error(Status.INVALID_VALUE, call, _ENDED)
+                raise invalid(call, _ENDED)
             mark.capture.broken = True
             raise driver_error(Status.STREAM_CAPTURE_MERGE, call)
         merged = dict.fromkeys((*self.dependencies, *mark.dependencies))
@@ -132,11 +133,9 @@ class HostStream:
         """Pulls this stream, which does not capture, into the capture of an event."""
         capture = mark.capture
         if capture.ended:
-            raise driver_error(Status.INVALID_VALUE, call, _ENDED)
+            raise invalid(call, _ENDED)
         if capture.broken:
-            raise driver_error(
-                Status.INVALID_VALUE, call, "the event was recorded in a capture that is broken"
-            )
+            raise invalid(call, "the event was recorded in a capture that is broken")
         if self.handle == 0:
             capture.broken = True
             raise driver_error(
@@ -178,7 +177,7 @@ class HostEvent:
         if mark is None:
             return
         if mark.capture.ended:
-            raise driver_error(Status.INVALID_VALUE, call, _ENDED)
+            raise invalid(call, _ENDED)
         if breaks:
             mark.capture.broken = True
         raise driver_error(Status.CAPTURED_EVENT, call, f"event {self.handle:#x}")
@@ -240,11 +239,8 @@ class HostCapture:
     def unjoined(self) -> HostStream | None:
         """Returns a stream with nodes that the origin has not waited for, or None."""
         joined = ancestors(self.origin.dependencies)
-        found = None
-        for forked in self.streams:
-            if any(node not in joined for node in forked.dependencies):
-                found = forked
-        return found
+        found = [s for s in self.streams if not joined.issuperset(s.dependencies)]
+        return found[-1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,39 +285,27 @@ class HostCaptures:
         with self._lock:
             thread, mode = threading.get_ident(), self._thread.mode
             harmed = [c for c in self.under_way if c.forbids(thread, mode)]
-            for capture in harmed:
-                capture.broken = True
-            if harmed:
-                raise driver_error(
-                    Status.STREAM_CAPTURE_UNSUPPORTED,
-                    call,
-                    f"stream {harmed[0].origin.handle:#x} captures "
-                    f"({harmed[0].mode.name.lower()} mode)",
-                )
+            self._break(call, harmed, Status.STREAM_CAPTURE_UNSUPPORTED)
 
     def forbid_all(self, call: str) -> None:
         """Raises 900 and breaks every capture of any mode: `call` waits for all streams."""
-        for capture in self.under_way:
-            capture.broken = True
-        if self.under_way:
-            raise driver_error(
-                Status.STREAM_CAPTURE_UNSUPPORTED,
-                call,
-                f"stream {self.under_way[0].origin.handle:#x} is capturing",
-            )
+        self._break(call, self.under_way, Status.STREAM_CAPTURE_UNSUPPORTED)
 
     def refuse_implicit(self, call: str) -> None:
         """Raises 906 for a use of the legacy stream while a blocking stream captures, and breaks
         the capture, in any mode and from any thread."""
         harmed = [c for c in self.under_way if any(member.blocking for member in c.streams)]
+        why = ", and waits for the legacy stream"
+        self._break(call, harmed, Status.STREAM_CAPTURE_IMPLICIT, why)
+
+    @staticmethod
+    def _break(call: str, harmed: list[HostCapture], status: Status, why: str = "") -> None:
+        """Breaks the captures, and raises if there are any."""
         for capture in harmed:
             capture.broken = True
         if harmed:
-            raise driver_error(
-                Status.STREAM_CAPTURE_IMPLICIT,
-                call,
-                f"stream {harmed[0].origin.handle:#x} captures, and waits for the legacy stream",
-            )
+            origin, mode = harmed[0].origin.handle, harmed[0].mode.name.lower()
+            raise driver_error(status, call, f"stream {origin:#x} captures ({mode} mode){why}")
 
     # --- begin and end
 

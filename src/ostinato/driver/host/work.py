@@ -27,23 +27,17 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.driver.host.definition import refuse_opaque
-from ostinato.driver.host.handles import HandleTable
+from ostinato.driver.host.handles import HandleTable, invalid
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.host.modules import LoadedFunction
 from ostinato.driver.host.queue import HostContext
 from ostinato.driver.host.streams import HostEvent
-from ostinato.errors import Status, driver_error
 
 logger = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[[], object]
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {
-    1: np.dtype(np.uint8),
-    2: np.dtype(np.uint16),
-    4: np.dtype(np.uint32),
-    8: np.dtype(np.uint64),
-}
+_UNSIGNED: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
 def nothing() -> None:
@@ -66,8 +60,7 @@ class Conditions:
 
     def set(self, handle: int, value: int) -> None:
         if handle not in self.values:
-            raise driver_error(
-                Status.INVALID_VALUE,
+            raise invalid(
                 "set_conditional",
                 f"{handle:#x} is no conditional handle of the graph that is running",
             )
@@ -99,15 +92,15 @@ class WorkCompiler:
             case MemsetNodeParams():
                 _check_memset(call, params)
             case HostNodeParams(function=None):
-                raise driver_error(Status.INVALID_VALUE, call, "a host node needs a function")
+                raise invalid(call, "a host node needs a function")
             case EventRecordNodeParams() | EventWaitNodeParams():
                 self.events.find(call, params.event)
             case BatchMemOpNodeParams():
                 if not params.operations:
-                    raise driver_error(Status.INVALID_VALUE, call, "no operations")
+                    raise invalid(call, "no operations")
                 for operation in params.operations:
                     if operation.size not in (4, 8) or operation.address % operation.size:
-                        raise driver_error(Status.INVALID_VALUE, call, f"{operation}")
+                        raise invalid(call, f"{operation}")
             case _:
                 refuse_opaque(call, params)
 
@@ -148,11 +141,11 @@ def _check_memcpy(call: str, params: MemcpyNodeParams) -> None:
     pitches = (params.dst_pitch, params.src_pitch)
     heights = (params.dst_height, params.src_height)
     if min(params.width, params.height, params.depth) < 1 or min(*pitches, *heights) < 0:
-        raise driver_error(Status.INVALID_VALUE, call, f"{params}")
+        raise invalid(call, f"{params}")
     if any(0 < pitch < params.width for pitch in pitches) or any(
         0 < height < params.height for height in heights
     ):
-        raise driver_error(Status.INVALID_VALUE, call, f"rows overlap: {params}")
+        raise invalid(call, f"rows overlap: {params}")
 
 
 def _check_memset(call: str, params: MemsetNodeParams) -> None:
@@ -165,7 +158,7 @@ def _check_memset(call: str, params: MemsetNodeParams) -> None:
         or params.dst % size
         or (params.height > 1 and (params.pitch < params.width * size or params.pitch % size))
     ):
-        raise driver_error(Status.INVALID_VALUE, call, f"{params}")
+        raise invalid(call, f"{params}")
 
 
 def _kernel_step(
@@ -195,22 +188,15 @@ def _kernel_step(
 
 
 def _no_conditions(handle: int, value: int) -> None:
-    raise driver_error(
-        Status.INVALID_VALUE,
-        "set_conditional",
-        f"{handle:#x} = {value}: this kernel does not run inside a graph",
+    raise invalid(
+        "set_conditional", f"{handle:#x} = {value}: this kernel does not run inside a graph"
     )
 
 
 def _memcpy_step(context: HostContext, params: MemcpyNodeParams) -> Step:
     view = context.memory.view
-    dst, src, width, height, depth = (
-        params.dst,
-        params.src,
-        params.width,
-        params.height,
-        params.depth,
-    )
+    dst, src = params.dst, params.src
+    width, height, depth = params.width, params.height, params.depth
     if height == 1 and depth == 1:
 
         def flat() -> None:
@@ -250,19 +236,13 @@ def _memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
     size, width, height, value = params.element_size, params.width, params.height, params.value
     dst = params.dst
     dtype = _UNSIGNED[size]
-    if height == 1:
-
-        def flat() -> None:
-            view(dst, width * size, "memset").view(dtype).fill(value)
-
-        return flat
     pitch = params.pitch or width * size
 
-    def deep() -> None:
+    def step() -> None:
         for row in range(height):
             view(dst + row * pitch, width * size, "memset").view(dtype).fill(value)
 
-    return deep
+    return step
 
 
 def _host_step(context: HostContext, function: Callable[[], object]) -> Step:
@@ -281,12 +261,12 @@ def _host_step(context: HostContext, function: Callable[[], object]) -> Step:
 def _batch_step(context: HostContext, operations: tuple[MemOp, ...]) -> Step:
     def step() -> None:
         for operation in operations:
-            dtype = _UNSIGNED[operation.size]
-            cell = context.memory.view(operation.address, operation.size, "batch_mem_op").view(
-                dtype
+            size = operation.size
+            cell = context.memory.view(operation.address, size, "batch_mem_op").view(
+                _UNSIGNED[size]
             )
             if operation.kind == MemOpKind.WRITE:
-                cell[0] = operation.value & ((1 << 8 * operation.size) - 1)
+                cell[0] = operation.value & ((1 << 8 * size) - 1)
             else:
                 _wait_for(context, cell, operation)
 
