@@ -884,16 +884,13 @@ class KernelSetter(Protocol):
     @property
     def data(self) -> bytes:
         """The bytes that were set last."""
-        ...
 
     def holds(self, offset: int, raw: bytes, /) -> bool:
         """True if the executable is known to hold these bytes already."""
-        ...
 
     def set(self, offset: int, raw: bytes, /) -> int | None:
         """Sets bytes.  After any result but 0 nothing was changed; call `exec_set_params`, which
         raises the error or succeeds."""
-        ...
 
 
 class CudaContext(Protocol):
@@ -902,11 +899,9 @@ class CudaContext(Protocol):
     @property
     def context(self) -> int:
         """The primary context (CUcontext)."""
-        ...
 
     def made_current(self) -> AbstractContextManager[None]:
         """Makes the context current on the calling thread for a `with` block."""
-        ...
 
 
 class Driver(Protocol):
@@ -915,7 +910,6 @@ class Driver(Protocol):
     @property
     def name(self) -> str:
         """ "host", "cuda:0", …"""
-        ...
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -926,19 +920,15 @@ class Driver(Protocol):
     @property
     def cuda_context(self) -> CudaContext | None:
         """The CUDA context, in which other libraries of the process can work; None without one."""
-        ...
 
     def close(self) -> None:
         """Releases the context.  Idempotent; never raises."""
-        ...
 
     def synchronize(self) -> None:
         """Waits for all work of the context.  Status 900 while one of its streams captures."""
-        ...
 
     def memory_info(self) -> tuple[int, int]:
         """Returns (free, total) bytes of device memory."""
-        ...
 
     # --- memory
     def mem_alloc(self, nbytes: int) -> int:
@@ -946,21 +936,17 @@ class Driver(Protocol):
 
         Forbidden (900, and breaks the capture) on a thread with a capture that is not relaxed.
         """
-        ...
 
     def mem_free(self, address: int) -> None:
         """Frees; waits for the device first, as cuMemFree does.  Forbidden like `mem_alloc`."""
-        ...
 
     def mem_alloc_pinned(self, nbytes: int) -> int:
         """Allocates page-locked memory, for host and device.  Forbidden like `mem_alloc`."""
-        ...
 
     def mem_free_pinned(self, address: int) -> None: ...
 
     def memory_range(self, address: int) -> MemoryRange | None:
         """Returns the live allocation, also another library's, that holds `address`; or None."""
-        ...
 
     def memory_view(
         self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
@@ -973,14 +959,12 @@ class Driver(Protocol):
         With `host_memory_is_device_memory` it is a NumPy array, which keeps the memory itself too,
         also after the memory was freed; host functions may then call this.
         """
-        ...
 
     def memory_share(self, address: int) -> bytes:
         """Returns a handle by which other devices open memory of `mem_alloc`.
 
         Free the memory only after every device that opened it has called `memory_end_shared`.
         """
-        ...
 
     def memory_open_shared(self, handle: bytes) -> int:
         """Returns the address here of another device's memory, for kernels and copies.
@@ -988,11 +972,9 @@ class Driver(Protocol):
         `handle`: the result of `memory_share` there; on CUDA in another process of this machine, on
         the host device in this process.
         """
-        ...
 
     def memory_end_shared(self, address: int) -> None:
         """Ends `memory_open_shared`.  Work that uses the memory must have ended."""
-        ...
 
     def memory_adopt(self, address: int, nbytes: int, owner: object) -> bool:
         """Lets kernels and copies use memory of this process at its address.
@@ -1001,35 +983,29 @@ class Driver(Protocol):
         Returns False if the memory already is the device's: then there is nothing to end.  Only
         with `host_memory_is_device_memory`, else NOT_SUPPORTED.
         """
-        ...
 
     def memory_end_adopted(self, address: int) -> None:
         """Ends `memory_adopt` once the device's work under way is done."""
-        ...
 
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
         """Copies between device and pinned memory in stream order."""
-        ...
 
     def memcpy_from_host(self, dst: int, src: memoryview, stream: StreamHandle) -> None:
         """Copies pageable host bytes to the device; returns once `src` may be changed again.
 
         During a capture: status 900, and the capture is broken: a graph would read `src` later.
         """
-        ...
 
     def memcpy_to_host(self, dst: memoryview, src: int, stream: StreamHandle) -> None:
         """Copies device bytes into a writable host buffer; returns once they are there.
 
         During a capture: status 900, and the capture is broken.
         """
-        ...
 
     def memset(
         self, dst: int, value: int, element_size: int, count: int, stream: StreamHandle
     ) -> None:
         """Fills `count` elements of 1, 2 or 4 bytes."""
-        ...
 
     # --- streams and events
     def stream_create(self, *, priority: int = 0, blocking: bool = False) -> StreamHandle:
@@ -1038,30 +1014,24 @@ class Driver(Protocol):
         by any thread fails with 906 and breaks the capture.  While only other streams capture, the
         legacy stream works as always, and no graph holds its work.
         """
-        ...
 
     def stream_destroy(self, stream: StreamHandle) -> None:
         """Destroys the stream; submitted work still runs.  A capture on the stream is dropped."""
-        ...
 
     def stream_synchronize(self, stream: StreamHandle) -> None:
         """Waits for the stream.  While it captures: status 900, and the capture is broken."""
-        ...
 
     def stream_query(self, stream: StreamHandle) -> bool:
         """True if all its work is done.  While it captures: status 900, and breaks the capture."""
-        ...
 
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         """Makes later work of the stream wait for the event's last record, if there is one.
 
         An event recorded in a capture pulls this stream into that capture (a fork, or a join).
         """
-        ...
 
     def event_create(self, *, timing: bool = False, blocking: bool = False) -> EventHandle:
         """Makes an event; a thread that waits for a `blocking` event sleeps instead of polling."""
-        ...
 
     def event_destroy(self, event: EventHandle) -> None: ...
 
@@ -1071,17 +1041,14 @@ class Driver(Protocol):
         While the stream captures, the event marks a place in that capture, and has no state (907)
         until it is recorded again: eagerly, or by a launch of a graph with a node for it.
         """
-        ...
 
     def event_query(self, event: EventHandle) -> bool:
         """True if the work before its last record is done.  Status 907 if that was in a capture."""
-        ...
 
     def event_synchronize(self, event: EventHandle) -> None: ...
 
     def event_elapsed(self, start: EventHandle, end: EventHandle) -> float:
         """Returns seconds between two recorded events made with `timing`."""
-        ...
 
     def launch_host_function(self, stream: StreamHandle, function: Callable[[], object]) -> None:
         """Calls `function` in stream order, on a driver's thread.  It must not call the driver.
@@ -1089,12 +1056,10 @@ class Driver(Protocol):
         No caller can catch an exception of `function`: it is logged and passed to the listeners of
         `on_host_failure`.
         """
-        ...
 
     def on_host_failure(self, listener: HostFailureListener) -> None:
         """Calls `listener`, from here on, with each host function of a stream or graph that raises,
         and its exception: on the driver's thread, before the work after it runs."""
-        ...
 
     def unraised(self, patience: float) -> DriverError | None:
         """Returns the failure that has poisoned the context, if no call has raised it yet.
@@ -1103,7 +1068,6 @@ class Driver(Protocol):
         waits only if `patience` is infinite.  With 0, makes no call that a capture could forbid.
         Raises no failure of work.
         """
-        ...
 
     # --- modules and kernels
     def module_load(self, image: Image) -> ModuleHandle: ...
@@ -1112,40 +1076,32 @@ class Driver(Protocol):
 
     def module_functions(self, module: ModuleHandle) -> tuple[str, ...]:
         """Returns the entry names in the module, in the module's order."""
-        ...
 
     def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
         """Returns a function by its entry name.  Status NOT_FOUND (500) for an unknown name."""
-        ...
 
     def function_info(self, function: FunctionHandle) -> FunctionInfo: ...
 
     def function_load(self, function: FunctionHandle) -> None:
         """Loads a function onto the device now: a lazy load would break a capture."""
-        ...
 
     def function_allow_shared(self, function: FunctionHandle, nbytes: int) -> None:
         """Lets launches use up to `nbytes` of dynamic shared memory (over 48 KiB)."""
-        ...
 
     def function_code(self, function: FunctionHandle) -> FunctionCode:
         """Returns the code of a function, for another process.  Status NOT_FOUND, with the reason,
         if this process does not have the code, or another process could not find it."""
-        ...
 
     def code_image(self, code: FunctionCode) -> Image:
         """Returns the image for such code, as `module_load` takes it.  Status INVALID_IMAGE, with
         the reason, if this process cannot make it."""
-        ...
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
         """Sets on a reloaded function the attributes that were set on it before, where they exceed
         its present ones."""
-        ...
 
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
         """Returns how many blocks of that size one multiprocessor holds at once."""
-        ...
 
     def launch_kernel(
         self,
@@ -1155,7 +1111,6 @@ class Driver(Protocol):
         arguments: KernelArguments,
     ) -> None:
         """Launches a kernel; the argument bytes are copied before the call returns."""
-        ...
 
     def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
         """Returns `launch_kernel` for plain configs as one callable, or None.
@@ -1164,13 +1119,11 @@ class Driver(Protocol):
         is unloaded.  The callable returns 0 after a launch.  After any other result nothing was
         launched, and the caller must use `launch_kernel`, which raises the error or succeeds.
         """
-        ...
 
     # --- capture
     def stream_begin_capture(self, stream: StreamHandle, mode: CaptureMode) -> None:
         """Begins a capture.  Status ILLEGAL_STATE (401) if the stream already captures, 906 for the
         legacy stream."""
-        ...
 
     def stream_begin_capture_to_graph(
         self,
@@ -1180,7 +1133,6 @@ class Driver(Protocol):
         mode: CaptureMode,
     ) -> None:
         """Captures into an existing graph, such as a conditional body, after `dependencies`."""
-        ...
 
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
         """Ends the capture and returns its graph; after `…_to_graph` that same graph.
@@ -1190,7 +1142,6 @@ class Driver(Protocol):
         (903) only breaks the capture, which its own stream must still end.  A call from another
         thread (908) ends and drops the capture.
         """
-        ...
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo: ...
 
@@ -1200,14 +1151,12 @@ class Driver(Protocol):
         """Makes the stream's next captured work depend on these nodes of the graph being captured,
         instead of on earlier ones.  ILLEGAL_STATE (401) if the stream does not capture,
         INVALID_VALUE for a node of another graph."""
-        ...
 
     def thread_exchange_capture_mode(self, mode: CaptureMode) -> CaptureMode:
         """Sets which calls of this thread captures forbid; returns the mode before.
 
         In RELAXED mode a pool may allocate while this thread captures.
         """
-        ...
 
     # --- graphs
     def graph_create(self) -> GraphHandle: ...
@@ -1217,15 +1166,12 @@ class Driver(Protocol):
     def graph_clone(self, graph: GraphHandle) -> GraphHandle:
         """Returns a copy.  NOT_SUPPORTED for a graph with alloc, free or conditional nodes, and for
         the body of a conditional node; neither can be a child graph."""
-        ...
 
     def node_in_clone(self, node: NodeHandle, clone: GraphHandle) -> NodeHandle:
         """Returns the clone's node for a node of the original."""
-        ...
 
     def graph_nodes(self, graph: GraphHandle) -> tuple[NodeHandle, ...]:
         """Returns the nodes in the driver's order: usually, but not always, that of creation."""
-        ...
 
     def graph_edges(self, graph: GraphHandle) -> tuple[Edge, ...]: ...
 
@@ -1239,7 +1185,6 @@ class Driver(Protocol):
         `KernelNodeParams.extra_attributes` are read from the definition when a node is decoded:
         reading them takes most of the time.
         """
-        ...
 
     def graph_add_node(
         self,
@@ -1249,7 +1194,6 @@ class Driver(Protocol):
         edge_data: Sequence[EdgeData] | None = None,
     ) -> NodeHandle:
         """Adds a node.  `edge_data`: one entry for each dependency, or None for plain edges."""
-        ...
 
     def graph_add_kernels(
         self,
@@ -1263,49 +1207,40 @@ class Driver(Protocol):
         A row is an index into `kernels`, and the indices in `nodes` of the nodes it depends on, by
         plain edges.  New nodes are appended to `nodes`; an error leaves them in the graph.
         """
-        ...
 
     def graph_add_edges(self, graph: GraphHandle, edges: Sequence[Edge]) -> None:
         """Adds edges.  Status INVALID_VALUE for an edge that would close a cycle."""
-        ...
 
     def graph_remove_node(self, node: NodeHandle) -> None:
         """Removes a node.  Status 800 for alloc and free nodes, 801 in graphs that have some."""
-        ...
 
     def node_kind(self, node: NodeHandle) -> NodeKind: ...
 
     def node_params(self, node: NodeHandle) -> NodeParams:
         """Returns the parameters of a node: a copy, never the driver's memory."""
-        ...
 
     def node_set_params(self, node: NodeHandle, params: NodeParams) -> None:
         """Changes a node of the definition; executables that exist already stay unchanged."""
-        ...
 
     def conditional_create(
         self, graph: GraphHandle, *, default: int = 0, reset_at_launch: bool = True
     ) -> ConditionalHandle:
         """Makes a condition for one conditional node of `graph` (or of a body inside it)."""
-        ...
 
     def condition_defaults(self, node: NodeHandle) -> ConditionDefaults | None:
         """Returns the defaults of a conditional node's condition; None if another library made it.
 
         The node identifies it: conditions of two graphs may have the same handle.
         """
-        ...
 
     # --- executables
     def graph_instantiate(
         self, graph: GraphHandle, flags: InstantiateFlags = InstantiateFlags.NONE
     ) -> ExecHandle:
         """Makes an executable.  The error carries the node that the driver names as the cause."""
-        ...
 
     def exec_destroy(self, executable: ExecHandle) -> None:
         """Destroys the executable; a launch under way still finishes."""
-        ...
 
     def exec_upload(self, executable: ExecHandle, stream: StreamHandle) -> None: ...
 
@@ -1315,7 +1250,6 @@ class Driver(Protocol):
 
         Two launches of one executable never overlap: the second waits for the first.
         """
-        ...
 
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
@@ -1326,7 +1260,6 @@ class Driver(Protocol):
         caller must use `exec_launch`, which raises the error, or succeeds if only the thread lacked
         the context.  The callable may also raise the error itself.
         """
-        ...
 
     def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
         """Changes one node of the executable; `node` is the definition's.  All or nothing.
@@ -1334,7 +1267,6 @@ class Driver(Protocol):
         Launches under way keep the old values.  Refused like cuGraphExec*NodeSetParams: another
         kind of node, a memcpy between other memory kinds or with another number of dimensions, …
         """
-        ...
 
     def exec_prepare_kernel(
         self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
@@ -1344,7 +1276,6 @@ class Driver(Protocol):
         Invalid once the node was changed in another way.  None if the driver has no shorter way
         than `exec_set_params`.
         """
-        ...
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         """Enables or disables a kernel, memcpy or memset node; a disabled node does nothing.
@@ -1354,11 +1285,9 @@ class Driver(Protocol):
         with it counts as done before these are.  Launches with a disabled cooperative kernel may
         end with LAUNCH_FAILED (719), and the context is lost.
         """
-        ...
 
     def exec_enabled(self, executable: ExecHandle, node: NodeHandle) -> bool: ...
 
     def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
         """Gives the executable the parameters of `graph`, if nothing else differs.  Does not raise
         if the driver refuses: the outcome has the node and the reason."""
-        ...

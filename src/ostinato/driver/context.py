@@ -132,7 +132,6 @@ class Hot(Protocol):
 
     def cool(self) -> None:
         """Drops the shortcut; `Context.keep_hot` allows it again."""
-        ...
 
 
 class Watcher(Protocol):
@@ -140,7 +139,6 @@ class Watcher(Protocol):
 
     def memory_closed(self, memory: MemoryRange) -> None:
         """Called, perhaps on any thread, when memory that it watches is freed."""
-        ...
 
 
 class _Raising(Tap):

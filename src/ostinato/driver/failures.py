@@ -60,7 +60,6 @@ class Unsaid(Protocol):
 
     def unsaid(self, patience: float) -> OstinatoError | None:
         """Returns that failure; waits up to `patience` seconds for work under way."""
-        ...
 
 
 _watched: weakref.WeakSet[Unsaid] = weakref.WeakSet()

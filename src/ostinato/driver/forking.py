@@ -25,7 +25,6 @@ class Forkable(Protocol):
 
     def after_fork(self) -> None:
         """Switches the copy off.  Called in the child, on its only thread.  Must call no driver."""
-        ...
 
 
 _open: weakref.WeakSet[Forkable] = weakref.WeakSet()

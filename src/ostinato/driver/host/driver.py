@@ -130,7 +130,7 @@ class HostDriver:
         total_memory: int = DEFAULT_MEMORY,
         shuffle: int | None = None,
     ) -> None:
-        self.name = name
+        self._name = name
         self._shuffle = None if shuffle is None else Random(shuffle)
         self._lock = new_lock()
         self._context = HostContext(total_memory)
@@ -153,20 +153,29 @@ class HostDriver:
         self._finalizer = weakref.finalize(self, self._context.shut_down)
         switch_off_in_children(self._context)
 
-    capabilities = Capabilities(
-        conditional_nodes=True,
-        conditional_branches=True,
-        batch_memory_ops=True,
-        memory_nodes=True,
-        programmatic_launch=True,
-        clusters=True,
-        cooperative_launch=True,
-        host_memory_is_device_memory=True,
-        image_kinds=frozenset({"host"}),
-        source_language="host",
-        shares_memory=True,
-    )
-    cuda_context: CudaContext | None = None
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            conditional_nodes=True,
+            conditional_branches=True,
+            batch_memory_ops=True,
+            memory_nodes=True,
+            programmatic_launch=True,
+            clusters=True,
+            cooperative_launch=True,
+            host_memory_is_device_memory=True,
+            image_kinds=frozenset({"host"}),
+            source_language="host",
+            shares_memory=True,
+        )
+
+    @property
+    def cuda_context(self) -> CudaContext | None:
+        return None
 
     @property
     def properties(self) -> DeviceProperties:
