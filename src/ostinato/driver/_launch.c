@@ -2,9 +2,9 @@
  *
  * Launcher and Prepared replay a graph: one comparison and one C call without the GIL.  Repeat
  * replays the graph of a Seat in a cache if nothing that decides the replay has changed.
- * Packer turns the arguments of a kernel into bytes, KernelCall launches with packed bytes, and
- * FunctionCall packs and launches in one call.  KernelNode sets the arguments of an executable's
- * node, and read_nodes reads a definition.  module_listener returns the callback for CUPTI.
+ * Packer packs the arguments of a kernel, KernelCall launches with packed bytes, and FunctionCall
+ * packs and launches in one call.  KernelNode sets the arguments of an executable's node, and
+ * read_nodes reads a definition.  module_listener returns the callback for CUPTI.
  *
  * driver/launcher.py, driver/cuda/launch.py and driver/cuda/frozen.py implement the same in Python,
  * for installations without this module.  module_listener has no such twin, since the callback must
@@ -21,8 +21,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { PREPARED, LAUNCHER, SEAT, REPEAT, PACKER, KERNEL_CALL, FUNCTION_CALL, KERNEL_NODE, TYPES };
+
 typedef struct {
-    PyTypeObject *prepared_type, *launcher_type, *seat_type, *packer_type, *kernel_node_type;
+    PyTypeObject *types[TYPES];
 } State;
 
 /* Converts a handle or an address, a non-negative int, for PyArg_Parse ("O&"). */
@@ -110,19 +112,12 @@ prepared_call(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyType_Slot prepared_slots[] = {
     {Py_tp_doc, "Prepared(function, executable, stream)\n--\n\n"
-                "A C function and its two pointers.  Called, it returns the function's status."
-                "\n\nAll three are addresses or handles as integers, and must stay valid."},
+                "A call of a C function with two pointers, which returns the function's status.\n\n"
+                "The arguments are addresses or handles as integers; they must stay valid."},
     {Py_tp_new, prepared_new},
     {Py_tp_dealloc, free_object},
     {Py_tp_call, prepared_call},
     {0, NULL},
-};
-
-static PyType_Spec prepared_spec = {
-    .name = "ostinato.driver._launch.Prepared",
-    .basicsize = sizeof(Prepared),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = prepared_slots,
 };
 
 /* ------------------------------------------------------------------------------------- Launcher */
@@ -209,7 +204,7 @@ launcher_heat(PyObject *self, PyTypeObject *defined_by, PyObject *const *args, P
     if (state == NULL)
         return NULL;
     Call call = {NULL, NULL, NULL};
-    if (Py_TYPE(args[1]) == state->prepared_type)
+    if (Py_TYPE(args[1]) == state->types[PREPARED])
         call = ((Prepared *)args[1])->call;
     set_hot((Launcher *)self, args[0], args[1], call);
     Py_RETURN_NONE;
@@ -272,13 +267,6 @@ static PyType_Slot launcher_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec launcher_spec = {
-    .name = "ostinato.driver._launch.Launcher",
-    .basicsize = sizeof(Launcher),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
-    .slots = launcher_slots,
-};
-
 /* ----------------------------------------------------------------------------------------- Seat */
 
 /* Each method is atomic: it holds the GIL and runs no Python code. */
@@ -335,13 +323,6 @@ static PyType_Slot seat_slots[] = {
     {Py_tp_members, seat_members},
     {Py_tp_dealloc, free_object},
     {0, NULL},
-};
-
-static PyType_Spec seat_spec = {
-    .name = "ostinato.driver._launch.Seat",
-    .basicsize = sizeof(Seat),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
-    .slots = seat_slots,
 };
 
 /* --------------------------------------------------------------------------------------- Repeat */
@@ -414,8 +395,8 @@ repeat_arm(PyObject *op, PyTypeObject *defined_by, PyObject *const *args, Py_ssi
         return NULL;
     if (count != 6 || names != NULL || !PyDict_CheckExact(args[0]) ||
         !PyTuple_CheckExact(args[1]) || PyTuple_Size(args[1]) != PyTuple_Size(self->guarded) ||
-        !PyObject_TypeCheck(args[2], state->seat_type) ||
-        !PyObject_TypeCheck(args[3], state->launcher_type)) {
+        !PyObject_TypeCheck(args[2], state->types[SEAT]) ||
+        !PyObject_TypeCheck(args[3], state->types[LAUNCHER])) {
         PyErr_SetString(PyExc_TypeError, "arm takes sizes, what is wanted of each guarded "
                                          "attribute, a Seat, a Launcher, a stream and a number");
         return NULL;
@@ -482,6 +463,22 @@ all_guarded(PyObject *guarded, PyObject *wanted)
     return 1;
 }
 
+/* Calls a function, also if an exception is set, which then stays set.  `argument` may be NULL.
+ * Returns -1 if the call raised an exception. */
+static int
+call_at_end(PyObject *function, PyObject *argument)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *done = argument == NULL ? PyObject_CallNoArgs(function)
+                                      : PyObject_CallFunctionObjArgs(function, argument, NULL);
+    int failed = done == NULL ? -1 : 0;
+    Py_XDECREF(done);
+    if (type != NULL)
+        PyErr_Restore(type, value, trace);
+    return failed;
+}
+
 /* Launches the armed graph; the caller holds the lock.  Returns 1 if the graph was launched, 0 if
  * not, -1 with an exception set.  Python code that runs in between may cool or re-arm `self`, hence
  * the repeated comparison of `sizes`. */
@@ -526,16 +523,8 @@ repeat_launch(Repeat *self, PyObject *sizes)
         self->count++;
     }
     seat->leases--;
-    if (seat->leaving && seat->leases == 0) {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        PyObject *done = PyObject_CallFunctionObjArgs(self->release, (PyObject *)seat, NULL);
-        if (done == NULL)
-            made = -1;
-        Py_XDECREF(done);
-        if (type != NULL)
-            PyErr_Restore(type, value, trace);
-    }
+    if (seat->leaving && seat->leases == 0 && call_at_end(self->release, (PyObject *)seat) < 0)
+        made = -1;
     Py_DECREF((PyObject *)seat);
     Py_DECREF((PyObject *)launcher);
     Py_DECREF(stream);
@@ -551,19 +540,11 @@ repeat_again(PyObject *op, PyObject *given)
     PyObject *sizes = Py_NewRef(self->sizes);
     int made = same_sizes(given, sizes);
     if (made == 1) {
-        PyObject *done = PyObject_CallNoArgs(self->acquire);
-        made = done == NULL ? -1 : repeat_launch(self, sizes);
-        if (done != NULL) {
-            PyObject *type, *value, *trace;
-            PyErr_Fetch(&type, &value, &trace);
-            Py_DECREF(done);
-            done = PyObject_CallNoArgs(self->unlock);
-            if (done == NULL)
-                made = -1;
-            Py_XDECREF(done);
-            if (type != NULL)
-                PyErr_Restore(type, value, trace);
-        }
+        PyObject *locked = PyObject_CallNoArgs(self->acquire);
+        made = locked == NULL ? -1 : repeat_launch(self, sizes);
+        if (locked != NULL && call_at_end(self->unlock, NULL) < 0)
+            made = -1;
+        Py_XDECREF(locked);
     }
     Py_DECREF(sizes);
     if (made < 0)
@@ -640,13 +621,6 @@ static PyType_Slot repeat_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec repeat_spec = {
-    .name = "ostinato.driver._launch.Repeat",
-    .basicsize = sizeof(Repeat),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = repeat_slots,
-};
-
 /* --------------------------------------------------------------------------------------- Packer */
 
 /* `element` and `raw`: the element types that a pointer slot accepts; NULL for a pointer to any
@@ -703,29 +677,27 @@ packer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->elements = Py_NewRef(elements);
     self->pointer = PyUnicode_InternFromString("_pointer");
     self->slots = PyMem_Malloc((count ? count : 1) * sizeof(Slot));
-    if (self->pointer == NULL || self->slots == NULL) {
-        if (self->slots == NULL)
-            PyErr_NoMemory();
-        Py_DECREF(self);
-        return NULL;
-    }
+    if (self->slots == NULL)
+        PyErr_NoMemory();
+    if (self->pointer == NULL || self->slots == NULL)
+        goto failed;
     for (Py_ssize_t i = 0; i < count; i++) {
         long offset = PyLong_AsLong(PyTuple_GetItem(offsets, i));
         int width = width_of(codes[i]);
         if (offset < 0 || width == 0 || offset + width > size) {
             if (!PyErr_Occurred())
                 PyErr_Format(PyExc_ValueError, "slot %zd is unknown or outside the buffer", i);
-            Py_DECREF(self);
-            return NULL;
+            goto failed;
         }
         PyObject *pair = PyTuple_GetItem(elements, i), *element = NULL, *raw = NULL;
-        if (pair != Py_None && !PyArg_ParseTuple(pair, "OO", &element, &raw)) {
-            Py_DECREF(self);
-            return NULL;
-        }
+        if (pair != Py_None && !PyArg_ParseTuple(pair, "OO", &element, &raw))
+            goto failed;
         self->slots[i] = (Slot){codes[i], (uint32_t)offset, element, raw};
     }
     return (PyObject *)self;
+failed:
+    Py_DECREF(self);
+    return NULL;
 }
 
 static void
@@ -746,15 +718,30 @@ interrupted(void)
     return PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
 }
 
+/* Packs an exact int.  Returns 0 if it does not fit; an exception may be set. */
 static int
-pack_word(PyObject *number, unsigned char *to)
+pack_int(char code, PyObject *value, unsigned char *to)
 {
-    if (!PyLong_CheckExact(number))
+    int width = width_of(code);
+    uint64_t bits;
+    if (!PyLong_CheckExact(value))
         return 0;
-    uint64_t bits = PyLong_AsUnsignedLongLong(number);
-    if (bits == UINT64_MAX && PyErr_Occurred())
-        return 0;
-    memcpy(to, &bits, sizeof bits); /* little-endian, as are all hosts that CUDA supports */
+    if (code == 'b' || code == 'h' || code == 'i' || code == 'q') {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
+        long long limit = width == 8 ? INT64_MAX : (1ll << (8 * width - 1)) - 1;
+        if (overflow || number > limit || number < -limit - 1)
+            return 0;
+        bits = (uint64_t)number;
+    }
+    else {
+        bits = PyLong_AsUnsignedLongLong(value);
+        if (bits == UINT64_MAX && PyErr_Occurred())
+            return 0;
+        if (width < 8 && bits >> (8 * width))
+            return 0;
+    }
+    memcpy(to, &bits, width); /* little-endian, as are all hosts that CUDA supports */
     return 1;
 }
 
@@ -766,7 +753,7 @@ pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
     if (pointer != NULL) {
         PyObject *element = PyTuple_CheckExact(pointer) ? PyTuple_GetItem(pointer, 1) : NULL;
         if (element != NULL && (element == slot->element || element == slot->raw)) {
-            int packed = pack_word(PyTuple_GetItem(pointer, 0), to);
+            int packed = pack_int('P', PyTuple_GetItem(pointer, 0), to);
             Py_DECREF(pointer);
             return packed;
         }
@@ -779,7 +766,7 @@ pack_pointer(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
     PyObject *address = PyObject_CallFunctionObjArgs(self->address_for, value, element, NULL);
     if (address == NULL)
         return 0;
-    int packed = pack_word(address, to);
+    int packed = pack_int('P', address, to);
     Py_DECREF(address);
     return packed;
 }
@@ -801,27 +788,7 @@ pack_one(Packer *self, const Slot *slot, PyObject *value, unsigned char *to)
     }
     if (code == 'P' && !PyLong_CheckExact(value))
         return pack_pointer(self, slot, value, to);
-    if (!PyLong_CheckExact(value))
-        return 0;
-    int width = width_of(code);
-    uint64_t bits;
-    if (code == 'b' || code == 'h' || code == 'i' || code == 'q') {
-        int overflow;
-        long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
-        long long limit = width == 8 ? INT64_MAX : (1ll << (8 * width - 1)) - 1;
-        if (overflow || number > limit || number < -limit - 1)
-            return 0;
-        bits = (uint64_t)number;
-    }
-    else {
-        bits = PyLong_AsUnsignedLongLong(value);
-        if (bits == UINT64_MAX && PyErr_Occurred())
-            return 0;
-        if (width < 8 && bits >> (8 * width))
-            return 0;
-    }
-    memcpy(to, &bits, width); /* little-endian, as in `pack_word` */
-    return 1;
+    return pack_int(code, value, to);
 }
 
 /* Packs a tuple of values.  Returns 1; 0 if a value does not fit; -1 if `interrupted`. */
@@ -862,28 +829,22 @@ packer_pack(PyObject *op, PyObject *values)
 
 static PyMethodDef packer_methods[] = {
     {"pack", packer_pack, METH_O,
-     "pack($self, values, /)\n--\n\nReturns the bytes of a tuple of values, or None if one of "
-     "them does not have exactly the type of its slot."},
+     "pack($self, values, /)\n--\n\nReturns the bytes of a tuple of values, or None if a value "
+     "does not have exactly the type of its slot."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot packer_slots[] = {
     {Py_tp_doc, "Packer(codes, offsets, size, elements, address_for)\n--\n\n"
-                "Packs kernel arguments.  `codes`: one of `struct` for each, and P for an address: "
-                "an int; that of an object whose `_pointer` is (address, element) with an element "
-                "of the slot's; or what `address_for(value, element)` returns.  `elements`: for "
-                "each slot the two elements that it takes, or None."},
+                "Packs kernel arguments.\n\n"
+                "`codes`: a code of the module `struct` for each slot, or P for an address.  "
+                "`elements`: the two elements that a pointer slot accepts, or None.  An address is "
+                "an int; that of an object whose attribute `_pointer` is (address, element) with "
+                "an accepted element; or the result of `address_for(value, element)`."},
     {Py_tp_new, packer_new},
     {Py_tp_dealloc, packer_dealloc},
     {Py_tp_methods, packer_methods},
     {0, NULL},
-};
-
-static PyType_Spec packer_spec = {
-    .name = "ostinato.driver._launch.Packer",
-    .basicsize = sizeof(Packer),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = packer_slots,
 };
 
 /* ----------------------------------------------------------------------------------- KernelCall */
@@ -1049,29 +1010,22 @@ kernel_call_launch(PyObject *op, PyObject *Py_UNUSED(none))
 
 static PyMethodDef kernel_call_methods[] = {
     {"launch", kernel_call_launch, METH_NOARGS,
-     "launch($self, /)\n--\n\nReturns the status, or None if another context is current: then "
-     "nothing was launched."},
+     "launch($self, /)\n--\n\nReturns the status; None, without a launch, if another context is "
+     "current."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot kernel_call_slots[] = {
     {Py_tp_doc,
      "KernelCall(target, grid, block, shared, stream, attributes, count, data, offsets)\n--\n\n"
-     "One launch, with everything ready.\n\n"
+     "A kernel launch with its arguments.\n\n"
      "`target`: the addresses of cuLaunchKernelEx and cuCtxGetCurrent, the context, the function.  "
-     "`data`: the arguments' bytes, which are copied; `offsets`: where each argument begins.  "
+     "`data`: the argument bytes, which are copied; `offsets`: the offset of each argument.  "
      "`attributes`: the address of `count` CUlaunchAttribute, which must stay valid."},
     {Py_tp_new, kernel_call_new},
     {Py_tp_dealloc, kernel_call_dealloc},
     {Py_tp_methods, kernel_call_methods},
     {0, NULL},
-};
-
-static PyType_Spec kernel_call_spec = {
-    .name = "ostinato.driver._launch.KernelCall",
-    .basicsize = sizeof(KernelCall),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = kernel_call_slots,
 };
 
 /* --------------------------------------------------------------------------------- FunctionCall */
@@ -1093,7 +1047,7 @@ function_call_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     PyObject *packer;
     Target target;
     if (state == NULL || !PyArg_ParseTupleAndKeywords(args, kwargs, "O!O&:FunctionCall", names,
-                                                      state->packer_type, &packer, as_target,
+                                                      state->types[PACKER], &packer, as_target,
                                                       &target))
         return NULL;
     if (((Packer *)packer)->size > MOST_BYTES || ((Packer *)packer)->count > MOST_ARGUMENTS) {
@@ -1151,27 +1105,20 @@ function_call_launch(PyObject *op, PyObject *const *args, Py_ssize_t count)
 
 static PyMethodDef function_call_methods[] = {
     {"launch", (PyCFunction)(void (*)(void))function_call_launch, METH_FASTCALL,
-     "launch($self, stream, grid, block, shared, values, /)\n--\n\n`values`: a tuple, or bytes that "
-     "were packed before.  Returns the status, or None if nothing was launched: a value does not "
-     "have exactly the type of its slot, the bytes are not as many as the slots', a number does "
-     "not fit, or another context is current."},
+     "launch($self, stream, grid, block, shared, values, /)\n--\n\nLaunches the function.\n\n"
+     "`values`: a tuple, or packed bytes.  Returns the status, or None if nothing was launched: a "
+     "value does not have exactly the type of its slot, the number of bytes is wrong, a number "
+     "does not fit, or another context is current."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot function_call_slots[] = {
-    {Py_tp_doc, "FunctionCall(pack, target)\n--\n\nLaunches one function, with arguments that "
-                "the Packer `pack` packs.  `target` as for KernelCall."},
+    {Py_tp_doc, "FunctionCall(pack, target)\n--\n\nLaunches of one function.\n\n"
+                "`pack`: the Packer of its arguments; `target` as for KernelCall."},
     {Py_tp_new, function_call_new},
     {Py_tp_dealloc, function_call_dealloc},
     {Py_tp_methods, function_call_methods},
     {0, NULL},
-};
-
-static PyType_Spec function_call_spec = {
-    .name = "ostinato.driver._launch.FunctionCall",
-    .basicsize = sizeof(FunctionCall),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = function_call_slots,
 };
 
 /* ----------------------------------------------------------------------------------- KernelNode */
@@ -1401,38 +1348,30 @@ kernel_node_data(PyObject *op, void *Py_UNUSED(closure))
 
 static PyMethodDef kernel_node_methods[] = {
     {"holds", (PyCFunction)(void (*)(void))kernel_node_holds, METH_FASTCALL,
-     "holds($self, offset, raw, /)\n--\n\nWhether the executable is known to have these bytes."},
+     "holds($self, offset, raw, /)\n--\n\nTrue if the executable is known to hold these bytes."},
     {"set", (PyCFunction)(void (*)(void))kernel_node_set, METH_FASTCALL,
-     "set($self, offset, raw, /)\n--\n\nSets bytes of the arguments, in the executable too.  "
-     "Returns the status, or None if another context is current.  If it is not 0, nothing was "
-     "changed."},
+     "set($self, offset, raw, /)\n--\n\nSets argument bytes, in the executable too.\n\nReturns the "
+     "status, or None if another context is current.  After any result but 0 nothing was changed."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef kernel_node_getset[] = {
-    {"data", kernel_node_data, NULL, "The arguments' bytes as they were set last.", NULL},
+    {"data", kernel_node_data, NULL, "The argument bytes that were set last.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot kernel_node_slots[] = {
     {Py_tp_doc,
      "KernelNode(calls, context, executable, node, function, grid, block, shared, data, offsets)"
-     "\n--\n\nA kernel node of an executable, and what it holds.\n\n"
+     "\n--\n\nA kernel node of an executable, with its argument bytes.  Not thread-safe.\n\n"
      "`calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  `data`: "
-     "the arguments' bytes, which are copied; `offsets`: where each begins, or None for arguments "
-     "that a library packed.  Not for several threads at once."},
+     "the argument bytes, which are copied; `offsets`: the offset of each argument, or None for "
+     "arguments that a library packed."},
     {Py_tp_new, kernel_node_new},
     {Py_tp_dealloc, kernel_node_dealloc},
     {Py_tp_methods, kernel_node_methods},
     {Py_tp_getset, kernel_node_getset},
     {0, NULL},
-};
-
-static PyType_Spec kernel_node_spec = {
-    .name = "ostinato.driver._launch.KernelNode",
-    .basicsize = sizeof(KernelNode),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = kernel_node_slots,
 };
 
 /* Makes the writes: (status, status of undoing them), or None if another context is current. */
@@ -1470,7 +1409,7 @@ set_nodes(PyObject *module, PyObject *list)
             PyErr_SetString(PyExc_TypeError, "a write is a tuple");
             goto end;
         }
-        if (!PyArg_ParseTuple(one, "O!ny#", state->kernel_node_type, &node, &offset,
+        if (!PyArg_ParseTuple(one, "O!ny#", state->types[KERNEL_NODE], &node, &offset,
                               &writes[i].raw, &size) ||
             !inside((KernelNode *)node, offset, size))
             goto end;
@@ -1523,7 +1462,7 @@ set_words(PyObject *module, PyObject *args)
     for (Py_ssize_t i = 0; i < nodes; i++) {
         PyObject *node = PyList_GetItem(list, i);
         uint32_t count, place;
-        if (Py_TYPE(node) != state->kernel_node_type) {
+        if (Py_TYPE(node) != state->types[KERNEL_NODE]) {
             PyErr_SetString(PyExc_TypeError, "a node is no KernelNode");
             goto end;
         }
@@ -1804,10 +1743,9 @@ typedef struct {
 } ResourceData;
 
 static void
-note_module(void *unused, int domain, uint32_t kind, const ResourceData *data)
+note_module(void *Py_UNUSED(user), int domain, uint32_t kind, const ResourceData *data)
 {
     enum { RESOURCE = 3, MODULE_LOADED = 6 };
-    (void)unused;
     if (domain != RESOURCE || kind != MODULE_LOADED || data == NULL || data->module == NULL ||
         data->module->code == NULL || data->module->size == 0)
         return;
@@ -1825,9 +1763,8 @@ note_module(void *unused, int domain, uint32_t kind, const ResourceData *data)
 }
 
 static PyObject *
-drain_modules(PyObject *module, PyObject *unused)
+drain_modules(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     PyObject *list = PyList_New(0);
     if (list == NULL)
         return NULL;
@@ -1848,83 +1785,78 @@ drain_modules(PyObject *module, PyObject *unused)
 }
 
 static PyObject *
-module_listener(PyObject *module, PyObject *unused)
+module_listener(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(none))
 {
-    (void)module, (void)unused;
     return PyLong_FromVoidPtr((void *)(uintptr_t)note_module);
 }
 
 static PyMethodDef module_methods[] = {
     {"drain_modules", drain_modules, METH_NOARGS,
-     "drain_modules($module, /)\n--\n\nThe code of the modules that were loaded since the last call, "
-     "the newest first, and how many there was no memory for."},
+     "drain_modules($module, /)\n--\n\nReturns the code of the modules loaded since the last call, "
+     "the newest first, and the number of modules lost for lack of memory."},
     {"module_listener", module_listener, METH_NOARGS,
-     "module_listener($module, /)\n--\n\nThe address of a CUpti_CallbackFunc that notes the code of "
-     "each module that is loaded."},
+     "module_listener($module, /)\n--\n\nReturns the address of a CUpti_CallbackFunc that notes the "
+     "code of each module that is loaded."},
     {"capture_info", capture_info, METH_VARARGS,
      "capture_info($module, calls, context, stream, /)\n--\n\nCalls cuStreamGetCaptureInfo_v3.\n\n"
-     "`calls`: its address and that of cuCtxGetCurrent.  Returns a status that is not 0, or (state, "
-     "number, graph, nodes); None if another context is current: then nothing was called."},
+     "`calls`: its address and that of cuCtxGetCurrent.  Returns (state, number, graph, nodes), or a "
+     "status that is not 0; None, without a call, if another context is current."},
     {"set_nodes", set_nodes, METH_O,
      "set_nodes($module, writes, /)\n--\n\nMakes a list of writes (KernelNode, offset, bytes), all "
-     "or none; those next to each other that are one node's go in one call.\n\nReturns the status, "
-     "and that of taking back what was made before a refusal; or None if another context is "
-     "current."},
+     "or none.\n\nAdjacent writes of one node take one driver call.  Returns the status of the "
+     "writes and that of their rollback; None if another context is current."},
     {"set_words", set_words, METH_VARARGS,
-     "set_words($module, nodes, counts, places, values, /)\n--\n\nWhat set_nodes does, for words of "
-     "8 bytes: for each KernelNode of a list how many (32-bit), and for all of them in a row the "
-     "offsets (32-bit) and the words, as bytes."},
+     "set_words($module, nodes, counts, places, values, /)\n--\n\nDoes the work of set_nodes for "
+     "words of 8 bytes.\n\n`nodes`: a list of KernelNode; `counts`: the number of words of each "
+     "(32-bit); `places`, `values`: the offsets (32-bit) and the words of all nodes in a row."},
     {"read_nodes", read_nodes, METH_VARARGS,
      "read_nodes($module, calls, nodes, count, attributes, layouts, missing, /)\n--\n\nReads the "
      "nodes of a definition.\n\n`calls`: the addresses of cuGraphNodeGetType, "
-     "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: of an array of "
-     "handles.  Returns a status that is not 0, or for each node its kind if it is no kernel; None "
-     "for a kernel without a function; else its function, its shape (see `Shape`), its arguments' "
-     "bytes, and whether they are packed.  `layouts`: by function, 32-bit pairs of offset and size; "
-     "`missing(function)` returns those that are not in it."},
+     "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: the address of "
+     "`count` handles.  `layouts`: by function, 32-bit pairs of offset and size; "
+     "`missing(function)` returns a layout that is not there.  Returns a status that is not 0, or "
+     "a list of the nodes: the kind of a node that is no kernel, None for a kernel without a "
+     "function, else (function, shape as in `Shape`, argument bytes, whether they are packed)."},
     {NULL, NULL, 0, NULL},
 };
 
 /* --------------------------------------------------------------------------------------- module */
 
-/* Adds a type to the module; `keep`, if not NULL, receives a reference of its own. */
-static int
-add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **keep)
-{
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
-    int failed = type == NULL || PyModule_AddType(module, (PyTypeObject *)type) < 0;
-    if (keep != NULL)
-        *keep = (PyTypeObject *)Py_XNewRef(type);
-    Py_XDECREF(type);
-    return failed ? -1 : 0;
-}
+#define SPEC(Type, more_flags, type_slots) \
+    {.name = "ostinato.driver._launch." #Type, \
+     .basicsize = sizeof(Type), \
+     .flags = Py_TPFLAGS_DEFAULT | (more_flags), \
+     .slots = type_slots}
+
+static PyType_Spec specs[TYPES] = {
+    [PREPARED] = SPEC(Prepared, 0, prepared_slots),
+    [LAUNCHER] = SPEC(Launcher, Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, launcher_slots),
+    [SEAT] = SPEC(Seat, Py_TPFLAGS_BASETYPE, seat_slots),
+    [REPEAT] = SPEC(Repeat, Py_TPFLAGS_HAVE_GC, repeat_slots),
+    [PACKER] = SPEC(Packer, 0, packer_slots),
+    [KERNEL_CALL] = SPEC(KernelCall, 0, kernel_call_slots),
+    [FUNCTION_CALL] = SPEC(FunctionCall, 0, function_call_slots),
+    [KERNEL_NODE] = SPEC(KernelNode, 0, kernel_node_slots),
+};
 
 static int
 module_exec(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    if (add_type(module, &prepared_spec, &state->prepared_type) < 0 ||
-        add_type(module, &launcher_spec, &state->launcher_type) < 0 ||
-        add_type(module, &seat_spec, &state->seat_type) < 0 ||
-        add_type(module, &repeat_spec, NULL) < 0 ||
-        add_type(module, &packer_spec, &state->packer_type) < 0 ||
-        add_type(module, &kernel_call_spec, NULL) < 0 ||
-        add_type(module, &kernel_node_spec, &state->kernel_node_type) < 0)
-        return -1;
-    return add_type(module, &function_call_spec, NULL);
+    for (int i = 0; i < TYPES; i++) {
+        state->types[i] = (PyTypeObject *)PyType_FromModuleAndSpec(module, &specs[i], NULL);
+        if (state->types[i] == NULL || PyModule_AddType(module, state->types[i]) < 0)
+            return -1;
+    }
+    return 0;
 }
 
 static int
 module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     State *state = PyModule_GetState(module);
-    if (state != NULL) {
-        Py_VISIT(state->prepared_type);
-        Py_VISIT(state->launcher_type);
-        Py_VISIT(state->seat_type);
-        Py_VISIT(state->packer_type);
-        Py_VISIT(state->kernel_node_type);
-    }
+    for (int i = 0; state != NULL && i < TYPES; i++)
+        Py_VISIT(state->types[i]);
     return 0;
 }
 
@@ -1932,13 +1864,8 @@ static int
 module_clear(PyObject *module)
 {
     State *state = PyModule_GetState(module);
-    if (state != NULL) {
-        Py_CLEAR(state->prepared_type);
-        Py_CLEAR(state->launcher_type);
-        Py_CLEAR(state->seat_type);
-        Py_CLEAR(state->packer_type);
-        Py_CLEAR(state->kernel_node_type);
-    }
+    for (int i = 0; state != NULL && i < TYPES; i++)
+        Py_CLEAR(state->types[i]);
     return 0;
 }
 
