@@ -94,11 +94,9 @@ class ModuleCollector:
     def _require(self, call: str, status: int) -> None:
         if not status:
             return
-        why = (
-            "something else listens already (a profiler); end it first"
-            if status == _BUSY
-            else f"see CUptiResult in cupti_result.h, and whether {self.path} fits the driver"
-        )
+        why = f"see CUptiResult in cupti_result.h, and whether {self.path} fits the driver"
+        if status == _BUSY:
+            why = "something else listens already (a profiler); end it first"
         raise NotAvailableError(f"{call} failed with status {status}: {why}")
 
 
@@ -140,11 +138,9 @@ def cubins_with(name: str) -> list[bytes]:
     """
     found = [] if _collector is None else _collector.with_kernel(name)
     if not found:
-        why = (
-            "nothing is collected in this process"
-            if _collector is None
-            else "it was loaded before collecting began"
-        )
+        why = "it was loaded before collecting began"
+        if _collector is None:
+            why = "nothing is collected in this process"
         raise NotAvailableError(
             f"the machine code of {name} is not known: {why}; call "
             "ostinato.graphfile.collect_modules() (or set OSTINATO_COLLECT_MODULES=1) before the "

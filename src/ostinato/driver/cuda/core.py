@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ostinato.driver.api import MemoryRange, StreamHandle
+from ostinato.driver.api import CaptureStatus, MemoryRange, StreamHandle
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.host_functions import HostFunctions
 from ostinato.driver.cuda.nodes import ELEMENT_SIZES, unsigned
@@ -172,13 +172,12 @@ class CudaCalls:
         # cuMemGetAddressRange fail.  It supports pinned, managed, pool and mapped memory too.
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
         data = (ctypes.c_void_p * 2)(ctypes.addressof(start), ctypes.addressof(size))
-        status = self._status(
-            "memory_range", "cuPointerGetAttributes", 2, _RANGE_ATTRIBUTES, data, address
-        )
+        seam, symbol = "memory_range", "cuPointerGetAttributes"
+        status = self._status(seam, symbol, 2, _RANGE_ATTRIBUTES, data, address)
         if status in (Status.INVALID_VALUE, Status.INVALID_CONTEXT):
             return None
         if status:
-            raise self._error(status, "memory_range")
+            raise self._error(status, seam)
         return MemoryRange(start.value, size.value) if start.value and size.value else None
 
     def memory_share(self, address: int) -> bytes:
@@ -187,12 +186,11 @@ class CudaCalls:
         return bytes(handle)
 
     def memory_open_shared(self, handle: bytes) -> int:
+        seam = "memory_open_shared"
         if len(handle) != ctypes.sizeof(cu.IpcMemHandle):
-            raise driver_error(
-                Status.INVALID_VALUE, "memory_open_shared", f"a handle of {len(handle)} bytes"
-            )
+            raise driver_error(Status.INVALID_VALUE, seam, f"a handle of {len(handle)} bytes")
         given = cu.IpcMemHandle.from_buffer_copy(handle)
-        return self._handle("memory_open_shared", "cuIpcOpenMemHandle_v2", given, _LAZY_PEER_ACCESS)
+        return self._handle(seam, "cuIpcOpenMemHandle_v2", given, _LAZY_PEER_ACCESS)
 
     def memory_end_shared(self, address: int) -> None:
         self._call("memory_end_shared", "cuIpcCloseMemHandle", address)
@@ -207,9 +205,8 @@ class CudaCalls:
         """Returns the CUmemorytype of an address: 1 host, 2 device; 0 if unknown to the driver."""
         kind = ctypes.c_uint()
         data = (ctypes.c_void_p * 1)(ctypes.addressof(kind))
-        status = self._status(
-            "memory_range", "cuPointerGetAttributes", 1, _TYPE_ATTRIBUTES, data, address
-        )
+        symbol = "cuPointerGetAttributes"
+        status = self._status("memory_range", symbol, 1, _TYPE_ATTRIBUTES, data, address)
         return 0 if status else kind.value
 
     def memcpy(self, dst: int, src: int, nbytes: int, stream: StreamHandle) -> None:
@@ -247,18 +244,20 @@ class CudaCalls:
     def _refuse_while_capturing(self, seam: str, stream: StreamHandle) -> None:
         """Refuses a copy of pageable memory in a capture, and breaks the capture: CUDA would
         capture the address, and the memory may be gone when the graph runs."""
-        state = ctypes.c_int()
-        self._call(seam, "cuStreamIsCapturing", stream, byref(state))
-        if state.value == 0:
+        state = self._capture_state(seam, stream)
+        if state == CaptureStatus.NONE:
             return
         self._status(seam, "cuStreamSynchronize", stream)  # forbidden: invalidates the capture
-        if state.value == 1:
-            raise self._error(
-                Status.STREAM_CAPTURE_UNSUPPORTED,
-                seam,
-                "the host bytes would have to outlive the graph; use pinned memory and memcpy",
-            )
+        if state == CaptureStatus.ACTIVE:
+            detail = "the host bytes would have to outlive the graph; use pinned memory and memcpy"
+            raise self._error(Status.STREAM_CAPTURE_UNSUPPORTED, seam, detail)
         raise self._error(Status.STREAM_CAPTURE_INVALIDATED, seam)
+
+    def _capture_state(self, seam: str, stream: StreamHandle) -> int:
+        """Returns the CUstreamCaptureStatus of a stream: a `CaptureStatus`."""
+        state = ctypes.c_int()
+        self._call(seam, "cuStreamIsCapturing", stream, byref(state))
+        return state.value
 
 
 def _check_size(seam: str, size: int) -> None:

@@ -53,14 +53,11 @@ class ExecCalls(GraphCalls):
             params.hUploadStream = self._upload_stream
         executable = ctypes.c_uint64()
         symbol = "cuGraphInstantiateWithParams"
-        status = self._status("graph_instantiate", symbol, byref(executable), graph, byref(params))
+        seam = "graph_instantiate"
+        status = self._status(seam, symbol, byref(executable), graph, byref(params))
         if status:
-            raise self._error(
-                status,
-                "graph_instantiate",
-                _INSTANTIATE_RESULTS.get(params.result_out, ""),
-                node=params.hErrNode_out,
-            )
+            detail = _INSTANTIATE_RESULTS.get(params.result_out, "")
+            raise self._error(status, seam, detail, node=params.hErrNode_out)
         return ExecHandle(executable.value)
 
     def exec_destroy(self, executable: ExecHandle) -> None:
@@ -119,15 +116,13 @@ class ExecCalls(GraphCalls):
         return kernel_node(self._set_addresses, self._context, executable, node, params)
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
-        self._change(
-            "exec_set_enabled", node, "cuGraphNodeSetEnabled", executable, node, int(enabled)
-        )
+        symbol = "cuGraphNodeSetEnabled"
+        self._change("exec_set_enabled", node, symbol, executable, node, int(enabled))
 
     def exec_enabled(self, executable: ExecHandle, node: NodeHandle) -> bool:
         enabled = ctypes.c_uint()
-        self._change(
-            "exec_enabled", node, "cuGraphNodeGetEnabled", executable, node, byref(enabled)
-        )
+        symbol = "cuGraphNodeGetEnabled"
+        self._change("exec_enabled", node, symbol, executable, node, byref(enabled))
         return enabled.value != 0
 
     def exec_update(self, executable: ExecHandle, graph: GraphHandle) -> UpdateOutcome:
@@ -138,9 +133,8 @@ class ExecCalls(GraphCalls):
         if status != Status.GRAPH_EXEC_UPDATE_FAILURE:
             raise self._error(status, "exec_update", node=info.errorNode)
         try:
-            verdict = UpdateVerdict(info.result)
+            # SUCCESS: the call failed, but the driver wrote no reason.
+            verdict = UpdateVerdict(info.result or UpdateVerdict.ERROR)
         except ValueError:  # a reason that a newer driver has
-            verdict = UpdateVerdict.ERROR
-        if verdict is UpdateVerdict.SUCCESS:  # the call failed, but the driver wrote no reason
             verdict = UpdateVerdict.ERROR
         return UpdateOutcome(verdict, NodeHandle(info.errorNode) if info.errorNode else None)

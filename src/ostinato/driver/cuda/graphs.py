@@ -102,20 +102,13 @@ _SETTERS: dict[type[NodeParams], tuple[str, str]] = {
     MemcpyNodeParams: ("cuGraphMemcpyNodeSetParams", "cuGraphExecMemcpyNodeSetParams"),
     MemsetNodeParams: ("cuGraphMemsetNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
     HostNodeParams: ("cuGraphHostNodeSetParams", "cuGraphExecHostNodeSetParams"),
-    EventRecordNodeParams: (
-        *("cuGraphEventRecordNodeSetEvent", "cuGraphExecEventRecordNodeSetEvent"),
-    ),
+    EventRecordNodeParams: ("cuGraphEventRecordNodeSetEvent", "cuGraphExecEventRecordNodeSetEvent"),
     EventWaitNodeParams: ("cuGraphEventWaitNodeSetEvent", "cuGraphExecEventWaitNodeSetEvent"),
-    BatchMemOpNodeParams: (
-        *("cuGraphBatchMemOpNodeSetParams", "cuGraphExecBatchMemOpNodeSetParams"),
-    ),
+    BatchMemOpNodeParams: ("cuGraphBatchMemOpNodeSetParams", "cuGraphExecBatchMemOpNodeSetParams"),
 }
 
 # The calls that read a kernel node.
-_READ = (
-    *("cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2"),
-    "cuGraphKernelNodeGetAttribute",
-)
+_READ = ("cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2", "cuGraphKernelNodeGetAttribute")
 
 _ASSIGN_DEFAULT = 1
 _PINNED_ALLOCATION = 1
@@ -270,23 +263,20 @@ class GraphCalls(StreamCalls, ModuleCalls):
         if not edges:
             return
         # The driver may notice a cycle only when the graph is instantiated.
+        seam = "graph_add_edges"
         if has_cycle([*self.graph_edges(graph), *edges]):
-            raise self._error(
-                Status.INVALID_VALUE, "graph_add_edges", "these edges would close a cycle"
-            )
+            raise self._error(Status.INVALID_VALUE, seam, "these edges would close a cycle")
         # Some drivers give all edges of one call the data of the first (docs/driver-faults.md).
         added: list[Edge] = []
         try:
             for data in dict.fromkeys(edge.data for edge in edges):
                 alike = [edge for edge in edges if edge.data == data]
-                self._change_edges("graph_add_edges", "cuGraphAddDependencies_v2", graph, alike)
+                self._change_edges(seam, "cuGraphAddDependencies_v2", graph, alike)
                 added += alike
         except DriverError:
             if added:
                 with suppress(DriverError):
-                    self._change_edges(
-                        "graph_add_edges", "cuGraphRemoveDependencies_v2", graph, added
-                    )
+                    self._change_edges(seam, "cuGraphRemoveDependencies_v2", graph, added)
             raise
 
     def graph_remove_node(self, node: NodeHandle) -> None:
@@ -335,11 +325,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
     ) -> NodeHandle:
         seam = "graph_add_node"
         if edge_data is not None and len(edge_data) != len(dependencies):
-            raise self._error(
-                Status.INVALID_VALUE,
-                seam,
-                f"{len(edge_data)} edge data for {len(dependencies)} dependencies",
-            )
+            detail = f"{len(edge_data)} edge data for {len(dependencies)} dependencies"
+            raise self._error(Status.INVALID_VALUE, seam, detail)
         number = 0
         if isinstance(params, HostNodeParams) and params.function is not None:
             self._require_on(seam)
@@ -476,11 +463,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         try:
             return NodeKind(kind.value)
         except ValueError:
-            raise self._refused(
-                "node_kind",
-                f"a node of kind {kind.value}, which this release does not know",
-                node=node,
-            ) from None
+            detail = f"a node of kind {kind.value}, which this release does not know"
+            raise self._refused("node_kind", detail, node=node) from None
 
     def node_params(self, node: NodeHandle) -> NodeParams:
         seam = "node_params"
@@ -501,19 +485,16 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 function = self._host_functions.find(pointer, user_data)
                 return HostNodeParams(function, pointer, user_data)
             case NodeKind.CHILD_GRAPH:
-                return ChildGraphNodeParams(
-                    GraphHandle(self._get(seam, "cuGraphChildGraphNodeGetGraph", node))
-                )
+                graph = self._get(seam, "cuGraphChildGraphNodeGetGraph", node)
+                return ChildGraphNodeParams(GraphHandle(graph))
             case NodeKind.EMPTY:
                 return EmptyNodeParams()
             case NodeKind.EVENT_WAIT:
-                return EventWaitNodeParams(
-                    EventHandle(self._get(seam, "cuGraphEventWaitNodeGetEvent", node))
-                )
+                event = self._get(seam, "cuGraphEventWaitNodeGetEvent", node)
+                return EventWaitNodeParams(EventHandle(event))
             case NodeKind.EVENT_RECORD:
-                return EventRecordNodeParams(
-                    EventHandle(self._get(seam, "cuGraphEventRecordNodeGetEvent", node))
-                )
+                event = self._get(seam, "cuGraphEventRecordNodeGetEvent", node)
+                return EventRecordNodeParams(EventHandle(event))
             case NodeKind.MEM_ALLOC:
                 alloc = cu.MemAllocParams()
                 self._call(seam, "cuGraphMemAllocNodeGetParams", node, byref(alloc))
@@ -619,13 +600,9 @@ class GraphCalls(StreamCalls, ModuleCalls):
         before = (None, None) if old is None else copy_ends(old)
         if params.opaque or any(end and end.kind == cu.MEMORY_ARRAY for end in before):
             raise self._refused(seam, "one side of this copy is a CUDA array: shown, not settable")
-        source, target = before
-        fill_memcpy(
-            raw,
-            params,
-            self._memory_kind(params.src, source),
-            self._memory_kind(params.dst, target),
-        )
+        source = self._memory_kind(params.src, before[0])
+        target = self._memory_kind(params.dst, before[1])
+        fill_memcpy(raw, params, source, target)
 
     def _memory_kind(self, address: int, old: CopyEnd | None) -> int:
         """Returns the CUmemorytype for the memory at `address`, host or device.
@@ -743,18 +720,16 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _set_attributes(
         self, seam: str, node: int, config: LaunchConfig, before: LaunchConfig | None
     ) -> None:
-        values = dict(attribute_values(config, launch=False))
+        values = attribute_values(config, launch=False)
         if before is not None:  # attributes that are not requested any more return to their default
-            for identity, _ in attribute_values(before, launch=False):
+            for identity in attribute_values(before, launch=False):
                 values.setdefault(identity, default_value(identity))
+        symbol = "cuGraphKernelNodeSetAttribute"
         for identity, value in values.items():
-            status = self._status(
-                seam, "cuGraphKernelNodeSetAttribute", node, identity, byref(value)
-            )
+            status = self._status(seam, symbol, node, identity, byref(value))
             if status:
-                raise self._error(
-                    status, seam, f"launch attribute {identity} of {config}", node=node
-                )
+                detail = f"launch attribute {identity} of {config}"
+                raise self._error(status, seam, detail, node=node)
 
     def _refuse_other_attributes(self, seam: str, node: int, config: LaunchConfig) -> None:
         """Raises if the attributes differ from the node's: an executable's setter ignores them."""

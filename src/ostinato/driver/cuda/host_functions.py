@@ -72,15 +72,13 @@ for _callback in (_kept, _once):
     # Never freed: the driver may call while the interpreter ends, and libffi gives the place of
     # a freed function to the next one that is made.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_callback))
-_KEPT_POINTER = ctypes.cast(_kept, ctypes.c_void_p).value or 0
-_ONCE_POINTER = ctypes.cast(_once, ctypes.c_void_p).value or 0
 
 
 class HostFunctions:
     """The registry.  `pointer` is the C function for functions that live longer than one call."""
 
-    pointer = _KEPT_POINTER
-    once_pointer = _ONCE_POINTER
+    pointer = ctypes.cast(_kept, ctypes.c_void_p).value or 0
+    once_pointer = ctypes.cast(_once, ctypes.c_void_p).value or 0
 
     def __init__(self, lib: Libcuda) -> None:
         self._lib = lib
@@ -166,7 +164,7 @@ class HostFunctions:
 
     def find(self, pointer: int, user_data: int) -> Callable[[], object] | None:
         """Returns the Python function of a host node's raw values; None for another library's."""
-        if pointer not in (_KEPT_POINTER, _ONCE_POINTER):
+        if pointer not in (self.pointer, self.once_pointer):
             return None
         registered = _functions.get(user_data)
         return None if registered is None else registered.function

@@ -23,6 +23,7 @@ from ostinato.driver.api import (
     LaunchConfig,
     NodeHandle,
     ParameterSlot,
+    StreamHandle,
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.driver import CudaDriver
@@ -73,7 +74,7 @@ def _number(value: int) -> bytes:
     return bytes(ctypes.c_int(value))
 
 
-# Name, identity, the value before (None: left at its default) and the value after.
+# Name, identity, the value before (None: the default) and the value after.
 # A node with a preferred cluster size also has a cluster size, which must divide it.
 _TRIED: tuple[tuple[str, int, bytes | None, bytes], ...] = (
     ("cluster size", cu.ATTRIBUTE_CLUSTER_DIMENSION, _dimensions(2), _dimensions(4)),
@@ -101,83 +102,79 @@ def attribute_fates(driver: CudaDriver) -> tuple[AttributeFate, ...]:
     layout = driver.layout_of(function) or (ParameterSlot(0, 8),)
     data = out.to_bytes(8, "little").ljust(layout[-1].offset + layout[-1].size, b"\0")
     kernel = KernelNodeParams(function, LaunchConfig(8, 32), KernelArguments(data, layout))
-    trials = (_Trial(driver, kernel, out, *tried) for tried in _TRIED)
+    stream = driver.stream_create()
+    trials = (_Trial(driver, kernel, out, stream, *tried) for tried in _TRIED)
     return tuple(fate for trial in trials if (fate := trial.fate()) is not None)
 
 
+@dataclass(frozen=True, slots=True)
 class _Trial:
-    """One attribute and its two values."""
+    """One attribute and its two values.  `out`: the address to which the kernel writes."""
 
-    def __init__(
-        self,
-        driver: CudaDriver,
-        kernel: KernelNodeParams,
-        out: int,
-        name: str,
-        identity: int,
-        before: bytes | None,
-        after: bytes,
-    ) -> None:
-        self._driver, self._kernel, self._out = driver, kernel, out
-        self._name, self._identity = name, identity
-        self._before, self._after = before, after
-        self._stream = driver.stream_create()
+    driver: CudaDriver
+    kernel: KernelNodeParams
+    out: int
+    stream: StreamHandle
+    name: str
+    identity: int
+    before: bytes | None
+    after: bytes
 
     def fate(self) -> AttributeFate | None:
         """Returns the fates of the attribute; None if no node can have it here."""
-        made = [self._graph(value) for value in (self._before, self._after)]
+        made = [self._graph(value) for value in (self.before, self.after)]
         if None in made:
             return None
         (first, node), (second, other) = (one for one in made if one is not None)
-        held = self._driver._attributes_of(other, (self._identity,)).get(self._identity)
+        held = self.driver._attributes_of(other, (self.identity,)).get(self.identity)
         return AttributeFate(
-            self._name,
-            held is not None and bytes(held)[: len(self._after)] == self._after,
+            self.name,
+            held is not None and bytes(held)[: len(self.after)] == self.after,
             self._changed(first, lambda run: self._update(run, second)),
             self._changed(first, lambda run: self._set_params(run, node)),
         )
 
     def _graph(self, value: bytes | None) -> tuple[GraphHandle, NodeHandle] | None:
         """Makes a graph of one kernel node with this value of the attribute; None: its default."""
-        graph = self._driver.graph_create()
-        node = self._driver.graph_add_node(graph, (), self._kernel)
-        if self._identity == cu.ATTRIBUTE_PREFERRED_CLUSTER:
+        graph = self.driver.graph_create()
+        node = self.driver.graph_add_node(graph, (), self.kernel)
+        if self.identity == cu.ATTRIBUTE_PREFERRED_CLUSTER:
             self._set(node, cu.ATTRIBUTE_CLUSTER_DIMENSION, _dimensions(2))
-        if value is not None and self._set(node, self._identity, value):
+        if value is not None and self._set(node, self.identity, value):
             return None
         return graph, node
 
     def _set(self, node: NodeHandle, identity: int, value: bytes) -> int:
         raw = cu.LaunchAttributeValue.from_buffer_copy(value.ljust(64, b"\0"))
-        symbol = "cuGraphKernelNodeSetAttribute"
-        return self._driver._status("attribute_fates", symbol, node, identity, byref(raw))
+        return self._status("cuGraphKernelNodeSetAttribute", node, identity, byref(raw))
 
     def _changed(self, graph: GraphHandle, change: Callable[[ExecHandle], int]) -> Fate:
         """Returns the fate of a change of an executable that was launched."""
-        run = self._driver.graph_instantiate(graph)
+        run = self.driver.graph_instantiate(graph)
         try:
-            self._driver.exec_launch(run, self._stream)
-            self._driver.stream_synchronize(self._stream)
+            self.driver.exec_launch(run, self.stream)
+            self.driver.stream_synchronize(self.stream)
             if change(run):
                 return Fate.REFUSED
-            if self._identity != cu.ATTRIBUTE_CLUSTER_DIMENSION:
+            if self.identity != cu.ATTRIBUTE_CLUSTER_DIMENSION:
                 return Fate.UNSEEN
-            self._driver.exec_launch(run, self._stream)
+            self.driver.exec_launch(run, self.stream)
             seen = bytearray(4)
-            self._driver.memcpy_to_host(memoryview(seen), self._out, self._stream)
-            new = int.from_bytes(self._after[:4], "little")
+            self.driver.memcpy_to_host(memoryview(seen), self.out, self.stream)
+            new = int.from_bytes(self.after[:4], "little")
             return Fate.APPLIED if int.from_bytes(seen, "little") == new else Fate.KEPT
         finally:
-            self._driver.exec_destroy(run)
+            self.driver.exec_destroy(run)
 
     def _update(self, run: ExecHandle, graph: GraphHandle) -> int:
-        info = cu.UpdateResultInfo()
-        symbol = "cuGraphExecUpdate_v2"
-        return self._driver._status("attribute_fates", symbol, run, graph, byref(info))
+        info = byref(cu.UpdateResultInfo())
+        return self._status("cuGraphExecUpdate_v2", run, graph, info)
 
     def _set_params(self, run: ExecHandle, node: NodeHandle) -> int:
-        if status := self._set(node, self._identity, self._after):
+        if status := self._set(node, self.identity, self.after):
             return status
-        block = self._driver._kernel_block("attribute_fates", self._kernel, node)
-        symbol = "cuGraphExecKernelNodeSetParams_v2"
-        return self._driver._status("attribute_fates", symbol, run, node, block)
+        block = self.driver._kernel_block("attribute_fates", self.kernel, node)
+        return self._status("cuGraphExecKernelNodeSetParams_v2", run, node, block)
+
+    def _status(self, symbol: str, *args: object) -> int:
+        return self.driver._status("attribute_fates", symbol, *args)

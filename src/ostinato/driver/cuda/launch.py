@@ -71,16 +71,14 @@ class Attributes:
         values = attribute_values(config, launch=True)
         self.count = len(values)
         self._array = (cu.LaunchAttribute * len(values))()
-        for slot, (identity, value) in zip(self._array, values, strict=True):
+        for slot, (identity, value) in zip(self._array, values.items(), strict=True):
             slot.id = identity
             slot.value = value
         self.address = ctypes.addressof(self._array)
 
 
-@functools.lru_cache(maxsize=1024)
-def attributes_of(config: LaunchConfig) -> Attributes:
-    """Returns the attributes of a config, one object for all equal configs."""
-    return Attributes(config)
+attributes_of = functools.lru_cache(maxsize=1024)(Attributes)
+"""Returns the attributes of a config, one object for all equal configs."""
 
 
 # ------------------------------------------------------------------------------------- arguments
@@ -245,30 +243,23 @@ def _read_extra(extra: int) -> bytes:
 # ------------------------------------------------------------------------------------- attributes
 
 
-def attribute_values(
-    config: LaunchConfig, *, launch: bool
-) -> list[tuple[int, cu.LaunchAttributeValue]]:
+def attribute_values(config: LaunchConfig, *, launch: bool) -> dict[int, cu.LaunchAttributeValue]:
     """Returns the attributes that a config requests.
 
     Programmatic stream serialization is valid for launches only; a node has it in its edges.
     """
-    found: list[tuple[int, cu.LaunchAttributeValue]] = []
+    found: dict[int, cu.LaunchAttributeValue] = {}
+    make = cu.LaunchAttributeValue
     if config.cluster is not None:
-        value = cu.LaunchAttributeValue()
-        value.clusterDim = cu.Dimensions(*config.cluster)
-        found.append((cu.ATTRIBUTE_CLUSTER_DIMENSION, value))
+        found[cu.ATTRIBUTE_CLUSTER_DIMENSION] = make(clusterDim=cu.Dimensions(*config.cluster))
     if config.cooperative:
-        value = cu.LaunchAttributeValue()
-        value.cooperative = 1
-        found.append((cu.ATTRIBUTE_COOPERATIVE, value))
+        found[cu.ATTRIBUTE_COOPERATIVE] = make(cooperative=1)
     if config.priority is not None:
-        value = cu.LaunchAttributeValue()
-        value.priority = config.priority
-        found.append((cu.ATTRIBUTE_PRIORITY, value))
+        found[cu.ATTRIBUTE_PRIORITY] = make(priority=config.priority)
     if config.programmatic and launch:
-        value = cu.LaunchAttributeValue()
-        value.programmaticStreamSerializationAllowed = 1
-        found.append((cu.ATTRIBUTE_PROGRAMMATIC_SERIALIZATION, value))
+        found[cu.ATTRIBUTE_PROGRAMMATIC_SERIALIZATION] = make(
+            programmaticStreamSerializationAllowed=1
+        )
     return found
 
 
@@ -283,10 +274,7 @@ def config_of(
         size = value.clusterDim
         if max(size.x, size.y, size.z) > 1:  # zeros: not set
             cluster = (size.x, size.y, size.z)
-    cooperative, priority = (
-        found.get(cu.ATTRIBUTE_COOPERATIVE),
-        found.get(cu.ATTRIBUTE_PRIORITY),
-    )
+    cooperative, priority = found.get(cu.ATTRIBUTE_COOPERATIVE), found.get(cu.ATTRIBUTE_PRIORITY)
     return LaunchConfig(
         grid=(sizes[0], sizes[1], sizes[2]),
         block=(sizes[3], sizes[4], sizes[5]),

@@ -180,6 +180,11 @@ cuGraphExecBatchMemOpNodeSetParams(CUgraphExec, CUgraphNode, const CUDA_BATCH_ME
 """
 
 
+def _named(kind: Any, names: str) -> tuple[tuple[str, Any], ...]:
+    """Returns pairs of a name and the type, such as the fields of a structure."""
+    return tuple((name, kind) for name in names.split())
+
+
 class IpcMemHandle(Structure):
     """CUipcMemHandle, which a function takes by value."""
 
@@ -199,22 +204,10 @@ _C_TYPES: dict[str, Any] = {
     "CUlaunchAttributeID": ctypes.c_int,
     "CUstreamCaptureMode": ctypes.c_int,
     "CUhostFn": ctypes.c_void_p,
+    # Opaque handles: pointers in C, integers in the protocol.
+    **dict(_named(c_void_p, "CUcontext CUevent CUfunction CUgraph CUgraphExec CUgraphNode")),
+    **dict(_named(c_void_p, "CUkernel CUmodule CUstream CUuserObject")),
 }
-# Opaque handles: pointers in C, integers in the protocol.
-_HANDLES = frozenset(
-    {
-        "CUcontext",
-        "CUevent",
-        "CUfunction",
-        "CUgraph",
-        "CUgraphExec",
-        "CUgraphNode",
-        "CUkernel",
-        "CUmodule",
-        "CUstream",
-        "CUuserObject",
-    }
-)
 
 
 def parse_prototypes() -> dict[str, tuple[str, ...]]:
@@ -227,9 +220,7 @@ def parse_prototypes() -> dict[str, tuple[str, ...]]:
 
 
 def _ctype(parameter: str) -> Any:
-    if parameter.endswith("*") or parameter in _HANDLES:
-        return ctypes.c_void_p
-    return _C_TYPES[parameter]
+    return c_void_p if parameter.endswith("*") else _C_TYPES[parameter]
 
 
 # ------------------------------------------------------------------------- numbers and structures
@@ -264,21 +255,21 @@ EXTRA_BUFFER_POINTER = 1
 EXTRA_BUFFER_SIZE = 2
 
 
+_LAUNCH_SIZES = _named(
+    c_uint, "gridDimX gridDimY gridDimZ blockDimX blockDimY blockDimZ sharedMemBytes"
+)
+
+
 class EdgeDataStruct(Structure):
-    _fields_ = (
-        ("from_port", c_ubyte),
-        ("to_port", c_ubyte),
-        ("type", c_ubyte),
-        ("reserved", c_ubyte * 5),
-    )
+    _fields_ = (*_named(c_ubyte, "from_port to_port type"), ("reserved", c_ubyte * 5))
 
 
 class Dimensions(Structure):
-    _fields_ = (("x", c_uint), ("y", c_uint), ("z", c_uint))
+    _fields_ = _named(c_uint, "x y z")
 
 
 class DomainMap(Structure):
-    _fields_ = (("default_", c_ubyte), ("remote", c_ubyte))
+    _fields_ = _named(c_ubyte, "default_ remote")
 
 
 class LaunchAttributeValue(Union):
@@ -303,74 +294,35 @@ class LaunchAttribute(Structure):
 
 
 class LaunchConfigStruct(Structure):
-    _fields_ = (
-        ("gridDimX", c_uint),
-        ("gridDimY", c_uint),
-        ("gridDimZ", c_uint),
-        ("blockDimX", c_uint),
-        ("blockDimY", c_uint),
-        ("blockDimZ", c_uint),
-        ("sharedMemBytes", c_uint),
-        ("hStream", c_void_p),
-        ("attrs", c_void_p),
-        ("numAttrs", c_uint),
-    )
+    _fields_ = (*_LAUNCH_SIZES, *_named(c_void_p, "hStream attrs"), ("numAttrs", c_uint))
 
 
 class KernelParams(Structure):
     _fields_ = (
         ("func", c_void_p),
-        ("gridDimX", c_uint),
-        ("gridDimY", c_uint),
-        ("gridDimZ", c_uint),
-        ("blockDimX", c_uint),
-        ("blockDimY", c_uint),
-        ("blockDimZ", c_uint),
-        ("sharedMemBytes", c_uint),
-        ("kernelParams", c_void_p),
-        ("extra", c_void_p),
-        ("kern", c_void_p),
-        ("ctx", c_void_p),
+        *_LAUNCH_SIZES,
+        *_named(c_void_p, "kernelParams extra kern ctx"),
     )
 
 
 class Memcpy3D(Structure):
     _fields_ = (
-        ("srcXInBytes", c_size_t),
-        ("srcY", c_size_t),
-        ("srcZ", c_size_t),
-        ("srcLOD", c_size_t),
+        *_named(c_size_t, "srcXInBytes srcY srcZ srcLOD"),
         ("srcMemoryType", c_int),
         ("srcHost", c_void_p),
         ("srcDevice", c_uint64),
-        ("srcArray", c_void_p),
-        ("reserved0", c_void_p),
-        ("srcPitch", c_size_t),
-        ("srcHeight", c_size_t),
-        ("dstXInBytes", c_size_t),
-        ("dstY", c_size_t),
-        ("dstZ", c_size_t),
-        ("dstLOD", c_size_t),
+        *_named(c_void_p, "srcArray reserved0"),
+        *_named(c_size_t, "srcPitch srcHeight dstXInBytes dstY dstZ dstLOD"),
         ("dstMemoryType", c_int),
         ("dstHost", c_void_p),
         ("dstDevice", c_uint64),
-        ("dstArray", c_void_p),
-        ("reserved1", c_void_p),
-        ("dstPitch", c_size_t),
-        ("dstHeight", c_size_t),
-        ("WidthInBytes", c_size_t),
-        ("Height", c_size_t),
-        ("Depth", c_size_t),
+        *_named(c_void_p, "dstArray reserved1"),
+        *_named(c_size_t, "dstPitch dstHeight WidthInBytes Height Depth"),
     )
 
 
 class MemcpyParams(Structure):
-    _fields_ = (
-        ("flags", c_int),
-        ("reserved", c_int),
-        ("copyCtx", c_void_p),
-        ("copyParams", Memcpy3D),
-    )
+    _fields_ = (*_named(c_int, "flags reserved"), ("copyCtx", c_void_p), ("copyParams", Memcpy3D))
 
 
 class MemsetParams(Structure):
@@ -379,16 +331,14 @@ class MemsetParams(Structure):
     _fields_ = (
         ("dst", c_uint64),
         ("pitch", c_size_t),
-        ("value", c_uint),
-        ("elementSize", c_uint),
-        ("width", c_size_t),
-        ("height", c_size_t),
+        *_named(c_uint, "value elementSize"),
+        *_named(c_size_t, "width height"),
         ("ctx", c_void_p),
     )
 
 
 class HostParams(Structure):
-    _fields_ = (("fn", c_void_p), ("userData", c_void_p))
+    _fields_ = _named(c_void_p, "fn userData")
 
 
 class ChildGraphParams(Structure):
@@ -402,13 +352,12 @@ class EventParams(Structure):
 
 
 class MemLocation(Structure):
-    _fields_ = (("type", c_int), ("id", c_int))
+    _fields_ = _named(c_int, "type id")
 
 
 class MemPoolProps(Structure):
     _fields_ = (
-        ("allocType", c_int),
-        ("handleTypes", c_int),
+        *_named(c_int, "allocType handleTypes"),
         ("location", MemLocation),
         ("win32SecurityAttributes", c_void_p),
         ("maxSize", c_size_t),
@@ -448,12 +397,7 @@ class MemOpStruct(Union):
 
 
 class BatchMemOpParams(Structure):
-    _fields_ = (
-        ("ctx", c_void_p),
-        ("count", c_uint),
-        ("paramArray", c_void_p),
-        ("flags", c_uint),
-    )
+    _fields_ = (("ctx", c_void_p), ("count", c_uint), ("paramArray", c_void_p), ("flags", c_uint))
 
 
 class ConditionalParams(Structure):
@@ -461,8 +405,7 @@ class ConditionalParams(Structure):
         ("handle", c_uint64),
         ("type", c_int),
         ("size", c_uint),
-        ("phGraph_out", c_void_p),
-        ("ctx", c_void_p),
+        *_named(c_void_p, "phGraph_out ctx"),
     )
 
 
@@ -496,14 +439,13 @@ class GraphNodeParams(Structure):
 class InstantiateParams(Structure):
     _fields_ = (
         ("flags", c_uint64),
-        ("hUploadStream", c_void_p),
-        ("hErrNode_out", c_void_p),
+        *_named(c_void_p, "hUploadStream hErrNode_out"),
         ("result_out", c_int),
     )
 
 
 class UpdateResultInfo(Structure):
-    _fields_ = (("result", c_int), ("errorNode", c_void_p), ("errorFromNode", c_void_p))
+    _fields_ = (("result", c_int), *_named(c_void_p, "errorNode errorFromNode"))
 
 
 # The structures here by the header's names; tests compare sizes and the offsets of fields with

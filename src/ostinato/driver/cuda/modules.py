@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import byref
 from functools import partial
 from typing import TYPE_CHECKING
@@ -53,8 +54,8 @@ _EVERY_FUNCTION_SHARED = 48 * 1024
 _MAX_PREPARED = 4096
 
 # Statuses for an image of a compiler that is newer than the driver, among other causes.
-_NOT_FOR_THIS_DRIVER = (
-    *(Status.INVALID_IMAGE, Status.NO_BINARY_FOR_GPU, Status.UNSUPPORTED_PTX_VERSION),
+_NOT_FOR_THIS_DRIVER = frozenset(
+    {Status.INVALID_IMAGE, Status.NO_BINARY_FOR_GPU, Status.UNSUPPORTED_PTX_VERSION}
 )
 
 
@@ -78,11 +79,8 @@ class ModuleCalls(CudaCalls):
     def module_load(self, image: Image) -> ModuleHandle:
         seam = "module_load"
         if image.kind not in IMAGE_KINDS:
-            raise self._error(
-                Status.INVALID_IMAGE,
-                seam,
-                f"an image of kind {image.kind!r}; this driver takes cubin, ptx and fatbin",
-            )
+            detail = f"an image of kind {image.kind!r}; this driver takes cubin, ptx and fatbin"
+            raise self._error(Status.INVALID_IMAGE, seam, detail)
         data = ctypes.c_char_p(image.data)  # no copy; it ends with the zero byte that PTX needs
         information = ctypes.create_string_buffer(_LOG_BYTES)
         errors = ctypes.create_string_buffer(_LOG_BYTES)
@@ -133,30 +131,28 @@ class ModuleCalls(CudaCalls):
         return tuple(self._function_name(seam, function) for function in functions)
 
     def module_function(self, module: ModuleHandle, name: str) -> FunctionHandle:
-        function = ctypes.c_uint64()
-        status = self._status(
-            "module_function", "cuModuleGetFunction", byref(function), module, name.encode()
-        )
+        seam, symbol, function = "module_function", "cuModuleGetFunction", ctypes.c_uint64()
+        status = self._status(seam, symbol, byref(function), module, name.encode())
         if status:
-            raise self._error(status, "module_function", f"entry {name!r}")
+            raise self._error(status, seam, f"entry {name!r}")
         handle = FunctionHandle(function.value)
         self._functions_of.setdefault(module, {})[name] = handle
         if handle not in self._layouts:
-            self._layouts[handle] = self._parameter_layout("module_function", handle)
+            self._layouts[handle] = self._parameter_layout(seam, handle)
         return handle
 
     def function_info(self, function: FunctionHandle) -> FunctionInfo:
         known = self._infos.get(function)
         if known is not None:
             return known
-        seam = "function_info"
+        seam, attribute = "function_info", partial(self._function_attribute, function)
         info = FunctionInfo(
             name=self._function_name(seam, function),
             parameters=self._parameter_layout(seam, function),
-            max_threads_per_block=self._function_attribute(function, _MAX_THREADS),
-            registers=self._function_attribute(function, _REGISTERS),
-            static_shared=self._function_attribute(function, _STATIC_SHARED),
-            local=self._function_attribute(function, _LOCAL),
+            max_threads_per_block=attribute(_MAX_THREADS),
+            registers=attribute(_REGISTERS),
+            static_shared=attribute(_STATIC_SHARED),
+            local=attribute(_LOCAL),
         )
         if function in self._layouts:
             self._infos[function] = info
@@ -285,9 +281,8 @@ class ModuleCalls(CudaCalls):
 
     def code_image(self, code: FunctionCode) -> Image:
         if code.kind not in IMAGE_KINDS:
-            raise self._error(
-                Status.INVALID_IMAGE, "code_image", f"this driver takes no {code.kind!r} image"
-            )
+            detail = f"this driver takes no {code.kind!r} image"
+            raise self._error(Status.INVALID_IMAGE, "code_image", detail)
         return Image(code.kind, code.data)
 
     def function_restore(self, function: FunctionHandle, code: FunctionCode) -> None:
@@ -304,15 +299,8 @@ class ModuleCalls(CudaCalls):
             self._call("function_restore", "cuFuncSetAttribute", function, attribute, value)
 
     def function_occupancy(self, function: FunctionHandle, threads: int, shared: int) -> int:
-        blocks = ctypes.c_int()
-        self._call(
-            "function_occupancy",
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor",
-            byref(blocks),
-            function,
-            threads,
-            shared,
-        )
+        blocks, symbol = ctypes.c_int(), "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        self._call("function_occupancy", symbol, byref(blocks), function, threads, shared)
         return blocks.value
 
     def function_prepare_launch(self, function: FunctionHandle, pack: Pack) -> PlainLaunch | None:
@@ -387,23 +375,16 @@ class ModuleCalls(CudaCalls):
         layout = self._layouts.get(function)
         if not layout:
             return
-        last = layout[-1]
-        if (given and given != len(layout)) or nbytes < last.offset + last.size:
-            raise self._error(
-                Status.INVALID_VALUE,
-                seam,
-                f"{given} arguments of {nbytes} bytes; the function takes {len(layout)} of "
-                f"{last.offset + last.size}",
-                node=node,
-            )
+        count, end = len(layout), layout[-1].offset + layout[-1].size
+        if (given and given != count) or nbytes < end:
+            detail = f"{given} arguments of {nbytes} bytes; the function takes {count} of {end}"
+            raise self._error(Status.INVALID_VALUE, seam, detail, node=node)
 
     def _launch_error(self, status: int, function: int, config: LaunchConfig) -> Exception:
         name = "?"
         if self._off is None:
-            try:
+            with suppress(Exception):  # only the launch's own status matters
                 name = self._function_name("launch_kernel", function)
-            except Exception:  # only the launch's own status matters
-                name = "?"
         return self._error(status, "launch_kernel", f"kernel {name} with {config}")
 
     def _function_attribute(self, function: int, attribute: int) -> int:

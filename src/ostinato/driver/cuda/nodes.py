@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
@@ -198,20 +199,12 @@ def read_edge_data(raw: cu.EdgeDataStruct) -> EdgeData:
 
 
 def has_cycle(edges: Sequence[Edge]) -> bool:
-    """True if the edges hold a cycle: some nodes then never lose their open dependencies."""
-    followers: dict[int, list[int]] = {}
-    open_dependencies: dict[int, int] = {}
+    """True if the edges hold a cycle."""
+    sorter = TopologicalSorter[int]()
     for edge in edges:
-        followers.setdefault(edge.source, []).append(edge.target)
-        open_dependencies.setdefault(edge.source, 0)
-        open_dependencies[edge.target] = open_dependencies.get(edge.target, 0) + 1
-    ready = [node for node, count in open_dependencies.items() if count == 0]
-    done = 0
-    while ready:
-        node = ready.pop()
-        done += 1
-        for follower in followers.get(node, ()):
-            open_dependencies[follower] -= 1
-            if open_dependencies[follower] == 0:
-                ready.append(follower)
-    return done < len(open_dependencies)
+        sorter.add(edge.target, edge.source)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return True
+    return False

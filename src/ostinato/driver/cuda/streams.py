@@ -56,28 +56,29 @@ class StreamCalls(CudaCalls):
         )
 
     def stream_destroy(self, stream: StreamHandle) -> None:
+        seam = "stream_destroy"
         if stream <= _LAST_DEFAULT_STREAM:
-            raise self._error(
-                Status.INVALID_HANDLE, "stream_destroy", "a default stream cannot be destroyed"
-            )
-        state = ctypes.c_int()
-        self._call("stream_destroy", "cuStreamIsCapturing", stream, byref(state))
-        if state.value:
+            detail = "a default stream cannot be destroyed"
+            raise self._error(Status.INVALID_HANDLE, seam, detail)
+        if self._capture_state(seam, stream):
             # What cuStreamDestroy does to a capture is not documented: end the capture first.
             graph = ctypes.c_void_p()
-            self._status("stream_destroy", "cuStreamEndCapture", stream, byref(graph))
+            self._status(seam, "cuStreamEndCapture", stream, byref(graph))
             if graph.value and graph.value != self._into_graph.pop(stream, None):
-                self._call("stream_destroy", "cuGraphDestroy", graph)
-        self._call("stream_destroy", "cuStreamDestroy_v2", stream)
+                self._call(seam, "cuGraphDestroy", graph)
+        self._call(seam, "cuStreamDestroy_v2", stream)
 
     def stream_synchronize(self, stream: StreamHandle) -> None:
         self._call("stream_synchronize", "cuStreamSynchronize", stream)
 
     def stream_query(self, stream: StreamHandle) -> bool:
-        status = self._status("stream_query", "cuStreamQuery", stream)
+        return self._done("stream_query", "cuStreamQuery", stream)
+
+    def _done(self, seam: str, symbol: str, handle: int) -> bool:
+        status = self._status(seam, symbol, handle)
         if status in (Status.SUCCESS, Status.NOT_READY):
             return status == Status.SUCCESS
-        raise self._error(status, "stream_query")
+        raise self._error(status, seam)
 
     def stream_wait_event(self, stream: StreamHandle, event: EventHandle) -> None:
         self._call("stream_wait_event", "cuStreamWaitEvent", stream, event, 0)
@@ -93,10 +94,7 @@ class StreamCalls(CudaCalls):
         self._call("event_record", "cuEventRecord", event, stream)
 
     def event_query(self, event: EventHandle) -> bool:
-        status = self._status("event_query", "cuEventQuery", event)
-        if status in (Status.SUCCESS, Status.NOT_READY):
-            return status == Status.SUCCESS
-        raise self._error(status, "event_query")
+        return self._done("event_query", "cuEventQuery", event)
 
     def event_synchronize(self, event: EventHandle) -> None:
         self._call("event_synchronize", "cuEventSynchronize", event)
@@ -140,17 +138,10 @@ class StreamCalls(CudaCalls):
     ) -> None:
         seam = "stream_begin_capture_to_graph"
         self._refuse_legacy(seam, stream)
-        nodes = (ctypes.c_void_p * len(dependencies))(*dependencies)
-        self._call(
-            seam,
-            "cuStreamBeginCaptureToGraph",
-            stream,
-            graph,
-            nodes if dependencies else None,
-            None,
-            len(dependencies),
-            int(mode),
-        )
+        count = len(dependencies)
+        nodes = (ctypes.c_void_p * count)(*dependencies) if count else None
+        symbol = "cuStreamBeginCaptureToGraph"
+        self._call(seam, symbol, stream, graph, nodes, None, count, int(mode))
         self._into_graph[stream] = graph
 
     def stream_end_capture(self, stream: StreamHandle) -> GraphHandle:
@@ -183,9 +174,8 @@ class StreamCalls(CudaCalls):
         if nodes.value:  # the driver's array: copied before any other call
             given = (c_uint64 * count.value).from_address(nodes.value)
             dependencies = tuple(map(NodeHandle, given))
-        return CaptureInfo(
-            CaptureStatus.ACTIVE, number.value, GraphHandle(graph.value), dependencies
-        )
+        place = GraphHandle(graph.value)
+        return CaptureInfo(CaptureStatus.ACTIVE, number.value, place, dependencies)
 
     def stream_set_capture_dependencies(
         self, stream: StreamHandle, nodes: Sequence[NodeHandle]
@@ -203,6 +193,5 @@ class StreamCalls(CudaCalls):
 
     def _refuse_legacy(self, seam: str, stream: StreamHandle) -> None:
         if stream in _LEGACY:
-            raise self._error(
-                Status.STREAM_CAPTURE_IMPLICIT, seam, "the legacy default stream cannot capture"
-            )
+            detail = "the legacy default stream cannot capture"
+            raise self._error(Status.STREAM_CAPTURE_IMPLICIT, seam, detail)
