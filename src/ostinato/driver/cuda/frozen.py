@@ -10,7 +10,8 @@ import ctypes
 import itertools
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ostinato.driver.api import (
@@ -47,7 +48,6 @@ RawKernel: TypeAlias = tuple[int, bytes, bytes, bool]
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
 _VALUE_BYTES = ctypes.sizeof(cu.LaunchAttributeValue)
-_MAX_SHAPES = 4096
 
 
 def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
@@ -97,22 +97,7 @@ class _Shape(NamedTuple):
     attributes: LaunchAttributes
 
 
-class Shapes:
-    """The decoded shapes, by their bytes."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[bytes, tuple[int, ...], bool], _Shape] = {}
-
-    def __call__(self, raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Shape:
-        key = raw, attributes, programmatic
-        known = self._known.get(key)
-        if known is None:
-            if len(self._known) >= _MAX_SHAPES:
-                self._known.clear()
-            known = self._known[key] = _decoded(*key)
-        return known
-
-
+@lru_cache(maxsize=4096)
 def _decoded(raw: bytes, attributes: tuple[int, ...], programmatic: bool) -> _Shape:
     sizes = _LAUNCH.unpack_from(raw)
     found: dict[int, cu.LaunchAttributeValue] = {}
@@ -184,8 +169,6 @@ class Other(NamedTuple):
 class NodeDecoder(Protocol):
     """The parts of the driver that decoding needs."""
 
-    shapes: Shapes
-
     def layout_of(self, function: int) -> tuple[ParameterSlot, ...]: ...
     def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]: ...
     def note_config(self, node: int, config: LaunchConfig) -> None: ...
@@ -195,39 +178,35 @@ _HOLDERS = (ChildGraphNodeParams, ConditionalNodeParams)
 _MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
 
 
+@dataclass(eq=False)
 class CudaFrozenGraph:
     """A frozen definition.  `others`: the indices of the nodes that are no `RawKernel`.  `read`:
     the attributes that the shapes hold; `rest`: those to be read when a node is decoded.
     `by_function`: a node may have attributes that the driver does not report."""
 
-    def __init__(
-        self,
-        decoder: NodeDecoder,
-        nodes: tuple[NodeHandle, ...],
-        held: Sequence[RawKernel | Other],
-        others: Sequence[int],
-        edges: EdgeArrays,
-        read: tuple[int, ...],
-        rest: tuple[int, ...],
-        *,
-        by_function: bool,
-    ) -> None:
-        self.nodes = nodes
-        self._decoder = decoder
-        self._held = held
-        self._others = others
-        self._edges = edges
-        self._read = read
-        self._rest = rest
-        self._by_function = by_function
-        params = {index: held[index][1] for index in others}
-        self.holders = [i for i in others if isinstance(params[i], _HOLDERS)]
-        self.memory_nodes = [i for i in others if isinstance(params[i], _MEMORY_NODES)]
-        self._programmatic: frozenset[int] | None = None
-        self._kinds: frozenset[LaunchAttributes] | None = None
+    decoder: NodeDecoder
+    nodes: tuple[NodeHandle, ...]
+    held: Sequence[RawKernel | Other]
+    others: Sequence[int]
+    edges: EdgeArrays
+    read: tuple[int, ...]
+    rest: tuple[int, ...]
+    by_function: bool
+
+    @cached_property
+    def holders(self) -> list[int]:
+        return [i for i in self.others if isinstance(self.held[i][1], _HOLDERS)]
+
+    @cached_property
+    def memory_nodes(self) -> list[int]:
+        return [i for i in self.others if isinstance(self.held[i][1], _MEMORY_NODES)]
+
+    @cached_property
+    def _programmatic(self) -> frozenset[int]:
+        return self.edges.programmatic()
 
     def kind(self, index: int) -> NodeKind:
-        held = self._held[index]
+        held = self.held[index]
         if not isinstance(held, Other):
             return NodeKind.KERNEL
         if held.kind is None:
@@ -236,18 +215,16 @@ class CudaFrozenGraph:
         return held.kind
 
     def params(self, index: int) -> NodeParams:
-        held = self._held[index]
+        held = self.held[index]
         if isinstance(held, Other):
             if isinstance(held.params, DriverError):
                 raise held.params
             return held.params
-        if self._programmatic is None:
-            self._programmatic = self._edges.programmatic()
         function, raw, data, packed = held
         node = self.nodes[index]
-        decoder = self._decoder
-        shape = decoder.shapes(raw, self._read, node in self._programmatic)
-        words = decoder.words_of(node, self._rest) if self._rest else shape.words
+        decoder = self.decoder
+        shape = _decoded(raw, self.read, node in self._programmatic)
+        words = decoder.words_of(node, self.rest) if self.rest else shape.words
         decoder.note_config(node, shape.config)
         layout = decoder.layout_of(function) if data else ()
         arguments = packed_arguments(data, layout) if packed else KernelArguments(data, layout)
@@ -255,38 +232,36 @@ class CudaFrozenGraph:
 
     @property
     def plain(self) -> bool:
-        return self._edges.plain
+        return self.edges.plain
 
     def links(self) -> frozenset[Link]:
-        return self._edges.links(self.nodes)
+        return self.edges.links(self.nodes)
 
     def attributes(self, index: int) -> LaunchAttributes | None:
-        held = self._held[index]
+        held = self.held[index]
         if not isinstance(held, Other):
-            return self._attributes_of(held[1], held[0] if self._by_function else 0)
+            return self._attributes_of(held[1], held[0] if self.by_function else 0)
         if held.kind is not NodeKind.KERNEL:
             return None
         params = self.params(index)
         assert isinstance(params, KernelNodeParams)
-        function = params.function if self._by_function else None
+        function = params.function if self.by_function else None
         has = LaunchAttributes.of(params.config)
         return replace(has, others=params.extra_attributes, function=function)
 
     def _attributes_of(self, shape: bytes, function: int) -> LaunchAttributes:
-        has = self._decoder.shapes(shape, self._read, False).attributes
+        has = _decoded(shape, self.read, False).attributes
         return replace(has, function=FunctionHandle(function)) if function else has
 
-    @property
+    @cached_property
     def kinds_of_attributes(self) -> frozenset[LaunchAttributes]:
-        if self._kinds is None:
-            held: Sequence[Any] = self._held
-            if self._others:
-                held = [entry for entry in held if not isinstance(entry, Other)]
-            if self._by_function:
-                kinds = {(entry[1], entry[0]) for entry in held}
-            else:  # a comprehension over one value: most updates spend their time here
-                kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
-            made = {self._attributes_of(*kind) for kind in kinds}
-            others = map(self.attributes, self._others)
-            self._kinds = frozenset(made.union(one for one in others if one is not None))
-        return self._kinds
+        held: Sequence[Any] = self.held
+        if self.others:
+            held = [entry for entry in held if not isinstance(entry, Other)]
+        if self.by_function:
+            kinds = {(entry[1], entry[0]) for entry in held}
+        else:  # a comprehension over one value: most updates spend their time here
+            kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
+        made = {self._attributes_of(*kind) for kind in kinds}
+        others = map(self.attributes, self.others)
+        return frozenset(made.union(one for one in others if one is not None))

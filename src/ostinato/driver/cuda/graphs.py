@@ -12,7 +12,7 @@ import struct
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,6 @@ from ostinato.driver.cuda.frozen import (
     EdgeArrays,
     Other,
     RawKernel,
-    Shapes,
     layout_bytes,
     read_nodes,
 )
@@ -127,7 +126,6 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def __init__(self, lib: cu.Libcuda, context: int, ordinal: int) -> None:
         super().__init__(lib, context, ordinal)
         self._conditionals = _Conditionals()
-        self.shapes = Shapes()
         self._read_addresses = tuple(lib.address(symbol) for symbol in _READ)
         self._hides_attributes = False
         """True if kernels of other libraries may have launch attributes that cannot be read."""
@@ -399,10 +397,18 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 self._set_attributes_or_remove(seam, node, configs[row])
             nodes.append(node)
 
-    def _fill(self, seam: str, raw: cu.GraphNodeParams, params: NodeParams, number: int) -> object:
+    def _fill(
+        self,
+        seam: str,
+        raw: cu.GraphNodeParams,
+        params: NodeParams,
+        number: int,
+        node: NodeHandle | None = None,
+    ) -> object:
         """Fills the union.  Returns the object that must stay alive as long as `raw` is used.
 
-        `number`: that of a host function.
+        `number`: that of a host function.  `node`: the node that gets the parameters, None for a
+        new node.
         """
         context = self._context
         match params:
@@ -414,13 +420,17 @@ class GraphCalls(StreamCalls, ModuleCalls):
             case MemcpyNodeParams():
                 raw.type = NodeKind.MEMCPY
                 raw.memcpy.copyCtx = context
-                self._fill_memcpy(seam, raw.memcpy.copyParams, params, None)
+                old = None if node is None else self._raw_memcpy(seam, node)
+                self._fill_memcpy(seam, raw.memcpy.copyParams, params, old)
             case MemsetNodeParams():
                 raw.type = NodeKind.MEMSET
                 fill_memset(raw.memset, params, context, seam)
             case HostNodeParams():
                 raw.type = NodeKind.HOST
-                self._fill_host(raw.host, params, number)
+                given = (params.pointer, params.user_data)
+                if params.function is not None:
+                    given = (self._host_functions.pointer, number)
+                raw.host.fn, raw.host.userData = given
             case ChildGraphNodeParams():
                 raw.type = NodeKind.CHILD_GRAPH
                 raw.graph.graph = params.graph
@@ -443,7 +453,10 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 raw.free.dptr = params.address
             case BatchMemOpNodeParams():
                 raw.type = NodeKind.BATCH_MEM_OP
-                return self._fill_batch(seam, raw.memOp, params)
+                operations = mem_op_array(params, seam)
+                raw.memOp.ctx, raw.memOp.count = context, len(operations)
+                raw.memOp.paramArray = ctypes.addressof(operations)
+                return operations
             case ConditionalNodeParams():
                 if params.kind is ConditionalKind.SWITCH or params.size > 1:
                     self._require_on(seam)
@@ -538,39 +551,31 @@ class GraphCalls(StreamCalls, ModuleCalls):
 
         Returns the number under which a host function is kept, else 0.
         """
+        if type(params) not in _SETTERS:
+            raise self._fixed(seam, node, params)
         number = 0
+        if isinstance(params, HostNodeParams) and params.function is not None:
+            number = self._host_functions.add(params.function)
+        raw = cu.GraphNodeParams()
+        keep = self._fill(seam, raw, params, number, node)
         given: object
-        keep: object = None
         last: tuple[int, ...] = ()
         match params:
             case MemcpyNodeParams():
-                memcpy = cu.Memcpy3D()
-                self._fill_memcpy(seam, memcpy, params, self._raw_memcpy(seam, node))
-                given, last = byref(memcpy), (self._context,)
+                given, last = byref(raw.memcpy.copyParams), (self._context,)
             case MemsetNodeParams():
-                memset = cu.MemsetParams()
-                fill_memset(memset, params, self._context, seam)
-                given, last = byref(memset), (self._context,)
+                given, last = byref(raw.memset), (self._context,)
             case HostNodeParams():
-                if params.function is not None:
-                    number = self._host_functions.add(params.function)
-                host = cu.HostParams()
-                self._fill_host(host, params, number)
-                given = byref(host)
+                given = byref(raw.host)
+            case BatchMemOpNodeParams():
+                given = byref(raw.memOp)
             case EventRecordNodeParams() | EventWaitNodeParams():
                 given = params.event
-            case BatchMemOpNodeParams():
-                batch = cu.BatchMemOpParams()
-                keep = self._fill_batch(seam, batch, params)
-                given = byref(batch)
-            case _:
-                raise self._fixed(seam, node, params)
         of_definition, of_executable = _SETTERS[type(params)]
         if executable is None:
-            symbol, status = of_definition, self._status(seam, of_definition, node, given)
+            status = self._status(seam, of_definition, node, given)
         else:
-            symbol = of_executable
-            status = self._status(seam, symbol, executable, node, given, *last)
+            status = self._status(seam, of_executable, executable, node, given, *last)
         del keep  # memory that `given` points to had to live until here
         if status:
             self._host_functions.release(number)
@@ -627,20 +632,6 @@ class GraphCalls(StreamCalls, ModuleCalls):
         return self._refused(
             seam, f"a {kind.name} node is fixed; build or capture the graph again", node=node
         )
-
-    def _fill_host(self, raw: cu.HostParams, params: HostNodeParams, number: int) -> None:
-        if params.function is not None:
-            raw.fn, raw.userData = self._host_functions.pointer, number
-        else:
-            raw.fn, raw.userData = params.pointer, params.user_data
-
-    def _fill_batch(
-        self, seam: str, raw: cu.BatchMemOpParams, params: BatchMemOpNodeParams
-    ) -> object:
-        operations = mem_op_array(params, seam)
-        raw.ctx, raw.count, raw.flags = self._context, len(params.operations), 0
-        raw.paramArray = ctypes.addressof(operations)
-        return operations
 
     def _read_conditional(self, seam: str, node: int) -> NodeParams:
         known = self._conditionals.get(node)
@@ -770,15 +761,6 @@ class _Conditional:
     defaults: ConditionDefaults | None
 
 
-@dataclass(slots=True)
-class _Known:
-    """The data of conditional nodes, and of the conditions made for a graph, by handles."""
-
-    nodes: dict[int, _Conditional] = field(default_factory=dict)
-    made: dict[int, dict[int, ConditionDefaults]] = field(default_factory=dict)
-    """The conditions that were made for each graph, by its handle."""
-
-
 class _Conditionals:
     """The conditional nodes that this library made: a driver before 13.2 cannot read one back.
 
@@ -787,60 +769,62 @@ class _Conditionals:
     """
 
     def __init__(self) -> None:
-        self._known = _Known()
+        self._nodes: dict[int, _Conditional] = {}
+        self._made: dict[int, dict[int, ConditionDefaults]] = {}
+        """The conditions that were made for each graph, by its handle."""
 
     def note(self, graph: int, handle: int, defaults: ConditionDefaults) -> None:
-        self._known.made.setdefault(graph, {})[handle] = defaults
+        self._made.setdefault(graph, {})[handle] = defaults
 
     def defaults(self, node: int) -> ConditionDefaults | None:
-        known = self._known.nodes.get(node)
+        known = self._nodes.get(node)
         return None if known is None else known.defaults
 
     def add(self, graph: int, node: int, params: ConditionalNodeParams) -> None:
         place: int | None = graph
         defaults = None
         while place is not None and defaults is None:
-            defaults = self._known.made.get(place, {}).get(params.handle)
+            defaults = self._made.get(place, {}).get(params.handle)
             place = self._around(place)  # a body's node may have a condition of the graph around it
-        self._known.nodes[node] = _Conditional(graph, params, defaults)
+        self._nodes[node] = _Conditional(graph, params, defaults)
 
     def get(self, node: int) -> ConditionalNodeParams | None:
-        known = self._known.nodes.get(node)
+        known = self._nodes.get(node)
         return None if known is None else known.params
 
-    def take_graph(self, graph: int) -> _Known:
+    def take_graph(self, graph: int) -> _Conditionals:
         """Removes and returns the data of a graph and of the bodies in it."""
-        taken = _Known()
+        taken = _Conditionals()
         self._take_graph(graph, taken)
         return taken
 
-    def take_node(self, node: int) -> _Known:
+    def take_node(self, node: int) -> _Conditionals:
         """Removes and returns the data of a node and of its bodies."""
-        taken = _Known()
+        taken = _Conditionals()
         self._take_node(node, taken)
         return taken
 
-    def put_back(self, taken: _Known) -> None:
-        self._known.nodes |= taken.nodes
-        self._known.made |= taken.made
+    def put_back(self, taken: _Conditionals) -> None:
+        self._nodes |= taken._nodes
+        self._made |= taken._made
 
     def _around(self, body: int) -> int | None:
         """Returns the graph that contains a body's node; None for a graph that is no body."""
-        nodes = [*self._known.nodes.values()]  # other threads add and remove
+        nodes = [*self._nodes.values()]  # other threads add and remove
         return next((known.graph for known in nodes if body in known.params.bodies), None)
 
-    def _take_graph(self, graph: int, taken: _Known) -> None:
-        made = self._known.made.pop(graph, None)
+    def _take_graph(self, graph: int, taken: _Conditionals) -> None:
+        made = self._made.pop(graph, None)
         if made is not None:
-            taken.made[graph] = made
-        for node, known in [*self._known.nodes.items()]:
+            taken._made[graph] = made
+        for node, known in [*self._nodes.items()]:
             if known.graph == graph:
                 self._take_node(node, taken)
 
-    def _take_node(self, node: int, taken: _Known) -> None:
-        known = self._known.nodes.pop(node, None)
+    def _take_node(self, node: int, taken: _Conditionals) -> None:
+        known = self._nodes.pop(node, None)
         if known is not None:
-            taken.nodes[node] = known
+            taken._nodes[node] = known
             for body in known.params.bodies:
                 self._take_graph(body, taken)
 
