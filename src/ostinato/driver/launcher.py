@@ -4,8 +4,6 @@ A launcher must take the slow path if its executable or stream is closed, if a c
 way, or if there is a tap.  The code that closes, captures or adds a tap calls `cool()` on the
 launchers concerned first.  So the hot path needs one comparison and one driver call.  In Python
 the frame, the comparison and the ctypes call cost 0.2 to 0.7 µs; in C a fraction of that.
-
-The extension is optional: without a C compiler at installation, all of it runs in Python.
 """
 
 from __future__ import annotations
@@ -204,14 +202,14 @@ class PythonRepeat:
 
 _extension, _missing = load_extension("ostinato.driver._launch")
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or _extension is None:
     Launcher = PythonLauncher
     Seat = PythonSeat
     Repeat = PythonRepeat
 else:
-    Launcher = PythonLauncher if _extension is None else _extension.Launcher
-    Seat = PythonSeat if _extension is None else _extension.Seat
-    Repeat = PythonRepeat if _extension is None else _extension.Repeat
+    Launcher = _extension.Launcher
+    Seat = _extension.Seat
+    Repeat = _extension.Repeat
 
 
 def compiled() -> bool:
@@ -419,17 +417,15 @@ def without_extension() -> Iterator[None]:
     if kept is None:
         yield
         return
-    names = ("_hot", "launch", "_heat", "cool")
-    compiled = {name: kept.Launcher.__dict__.get(name) for name in names}
-    for name in names:
-        setattr(kept.Launcher, name, PythonLauncher.__dict__[name])
+    kind, names = kept.Launcher, ("launch", "_heat", "cool")
+    compiled = {name: vars(kind)[name] for name in names}
+    for name in ("_hot", *names):
+        setattr(kind, name, vars(PythonLauncher)[name])
     _extension = None
     try:
         yield
     finally:
         _extension = kept
         for name, value in compiled.items():
-            if value is None:
-                delattr(kept.Launcher, name)
-            else:
-                setattr(kept.Launcher, name, value)
+            setattr(kind, name, value)
+        del kind._hot
