@@ -335,6 +335,9 @@ typedef struct {
     Py_ssize_t left, count;
 } Repeat;
 
+/* The number of objects that it refers to: `acquire` and the fields after it, up to `left`. */
+enum { REFERRED = (offsetof(Repeat, left) - offsetof(Repeat, acquire)) / sizeof(PyObject *) };
+
 static PyObject *
 repeat_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -555,36 +558,20 @@ repeat_again(PyObject *op, PyObject *given)
 static int
 repeat_traverse(PyObject *op, visitproc visit, void *arg)
 {
-    Repeat *self = (Repeat *)op;
+    PyObject **referred = &((Repeat *)op)->acquire;
     Py_VISIT(Py_TYPE(op));
-    Py_VISIT(self->acquire);
-    Py_VISIT(self->unlock);
-    Py_VISIT(self->answer);
-    Py_VISIT(self->guarded);
-    Py_VISIT(self->table);
-    Py_VISIT(self->touch);
-    Py_VISIT(self->release);
-    Py_VISIT(self->sizes);
-    Py_VISIT(self->wanted);
-    Py_VISIT(self->seat);
-    Py_VISIT(self->launcher);
-    Py_VISIT(self->stream);
+    for (size_t i = 0; i < REFERRED; i++)
+        Py_VISIT(referred[i]);
     return 0;
 }
 
 static int
 repeat_clear(PyObject *op)
 {
-    Repeat *self = (Repeat *)op;
-    set_armed(self, NULL, NULL, NULL, NULL, NULL);
-    Py_CLEAR(self->acquire);
-    Py_CLEAR(self->unlock);
-    Py_CLEAR(self->answer);
-    Py_CLEAR(self->guarded);
-    Py_CLEAR(self->table);
-    Py_CLEAR(self->latest);
-    Py_CLEAR(self->touch);
-    Py_CLEAR(self->release);
+    PyObject **referred = &((Repeat *)op)->acquire;
+    set_armed((Repeat *)op, NULL, NULL, NULL, NULL, NULL); /* first: cold before anything is gone */
+    for (size_t i = 0; i < REFERRED; i++)
+        Py_CLEAR(referred[i]);
     return 0;
 }
 
@@ -1374,16 +1361,21 @@ static PyType_Slot kernel_node_slots[] = {
     {0, NULL},
 };
 
-/* Makes the writes: (status, status of undoing them), or None if another context is current. */
+/* Makes writes of `total` bytes: returns (status, status of undoing them), or None if another
+ * context is current. */
 static PyObject *
-make_writes(const Write *writes, size_t count, unsigned char *before)
+make_writes(const Write *writes, size_t count, size_t total)
 {
     int status, undone;
     if (count && !is_current(writes->node->current, writes->node->context))
         Py_RETURN_NONE;
+    unsigned char *before = PyMem_Malloc(total + 1);
+    if (before == NULL)
+        return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
     status = set_all(writes, count, before, &undone);
     Py_END_ALLOW_THREADS
+    PyMem_Free(before);
     return Py_BuildValue("ii", status, undone);
 }
 
@@ -1397,7 +1389,6 @@ set_nodes(PyObject *module, PyObject *list)
     }
     Py_ssize_t count = PyList_Size(list);
     size_t total = 0;
-    unsigned char *before = NULL;
     PyObject *result = NULL;
     Write *writes = PyMem_Malloc((size_t)count * sizeof(Write) + 1);
     if (writes == NULL)
@@ -1405,28 +1396,20 @@ set_nodes(PyObject *module, PyObject *list)
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *one = PyList_GetItem(list, i), *node;
         Py_ssize_t offset, size;
+        const char *raw;
         if (!PyTuple_Check(one)) {
             PyErr_SetString(PyExc_TypeError, "a write is a tuple");
             goto end;
         }
         if (!PyArg_ParseTuple(one, "O!ny#", state->types[KERNEL_NODE], &node, &offset,
-                              &writes[i].raw, &size) ||
+                              &raw, &size) ||
             !inside((KernelNode *)node, offset, size))
             goto end;
-        writes[i].node = (KernelNode *)node;
-        writes[i].offset = (size_t)offset;
-        writes[i].size = (size_t)size;
-        writes[i].before = total;
+        writes[i] = (Write){(KernelNode *)node, (size_t)offset, (size_t)size, total, raw};
         total += (size_t)size;
     }
-    before = PyMem_Malloc(total + 1);
-    if (before == NULL) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    result = make_writes(writes, (size_t)count, before);
+    result = make_writes(writes, (size_t)count, total);
 end:
-    PyMem_Free(before);
     PyMem_Free(writes);
     return result;
 }
@@ -1454,11 +1437,8 @@ set_words(PyObject *module, PyObject *args)
         return NULL;
     }
     Write *writes = PyMem_Malloc(total * sizeof(Write) + 1);
-    unsigned char *before = PyMem_Malloc(8 * total + 1);
-    if (writes == NULL || before == NULL) {
-        PyErr_NoMemory();
-        goto end;
-    }
+    if (writes == NULL)
+        return PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < nodes; i++) {
         PyObject *node = PyList_GetItem(list, i);
         uint32_t count, place;
@@ -1474,9 +1454,8 @@ set_words(PyObject *module, PyObject *args)
             writes[next] = (Write){(KernelNode *)node, place, 8, 8 * next, values + 8 * next};
         }
     }
-    result = make_writes(writes, total, before);
+    result = make_writes(writes, total, 8 * total);
 end:
-    PyMem_Free(before);
     PyMem_Free(writes);
     return result;
 }
