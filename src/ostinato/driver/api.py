@@ -281,18 +281,9 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 _SIZE = re.compile(
     r"\s*(?P<number>\d{1,20}(\.\d{1,20})?)\s*(?P<unit>[a-z]*)\s*\Z", re.IGNORECASE | re.ASCII
 )

@@ -155,15 +155,6 @@ class _Raising(Tap):
             context.raise_failures()
 
 
-def _call(
-    noted: Callable[[Callable[[], object], BaseException], None] | None,
-    function: Callable[[], object],
-    error: BaseException,
-) -> None:
-    if noted is not None:
-        noted(function, error)
-
-
 class HasContext(Protocol):
     """A device, or an object made on one."""
 
@@ -259,7 +250,13 @@ class Context:
         self.failures = HostFailures()
         """Host functions that raised and that no call has reported yet."""
         noted = weakref.WeakMethod(self._host_function_raised)  # the driver must not keep this
-        driver.on_host_failure(lambda function, error: _call(noted(), function, error))
+
+        def listener(function: Callable[[], object], error: BaseException) -> None:
+            note = noted()
+            if note is not None:
+                note(function, error)
+
+        driver.on_host_failure(listener)
         switch_off_in_children(self)
         said_at_exit(self)
 

@@ -284,14 +284,11 @@ class GraphCalls(StreamCalls, ModuleCalls):
         if status:
             self._conditionals.put_back(before)
             # cuda.h says only "an error", and there is no way from a node to its graph.
-            if self._is_memory_node(seam, node):
+            kind = ctypes.c_int()
+            self._call(seam, "cuGraphNodeGetType", node, byref(kind))
+            if kind.value in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE):
                 raise self._error(Status.NOT_PERMITTED, seam, _MEMORY_NODES, node=node)
             raise self._error(status, seam, node=node)
-
-    def _is_memory_node(self, seam: str, node: int) -> bool:
-        kind = ctypes.c_int()
-        self._call(seam, "cuGraphNodeGetType", node, byref(kind))
-        return kind.value in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE)
 
     def _change_edges(
         self, seam: str, symbol: str, graph: GraphHandle, edges: Sequence[Edge]
@@ -656,9 +653,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         try:
             return node_block(params, self._context)
         except struct.error as error:
-            raise self._error(
-                Status.INVALID_VALUE, seam, f"{params.config}: {error}", node=node
-            ) from error
+            detail = f"{params.config}: {error}"
+            raise self._error(Status.INVALID_VALUE, seam, detail, node=node) from error
 
     def _read_kernel(self, seam: str, node: int) -> KernelNodeParams:
         raw = cu.KernelParams()
@@ -730,12 +726,11 @@ class GraphCalls(StreamCalls, ModuleCalls):
         now = config_of((1,) * 6 + (0,), self._attributes_of(node, SETTABLE), programmatic=False)
         has = LaunchAttributes.of(now)
         if LaunchAttributes.of(config) != has:
-            raise self._refused(
-                seam,
+            detail = (
                 f"cluster {has.cluster}, cooperative {has.cooperative} and priority "
-                f"{has.priority} cannot change on an executable (asked for: {config})",
-                node=node,
+                f"{has.priority} cannot change on an executable (asked for: {config})"
             )
+            raise self._refused(seam, detail, node=node)
 
     def _attributes_of(
         self, node: int, identities: tuple[int, ...]
@@ -792,18 +787,6 @@ class _Conditionals:
         known = self._nodes.get(node)
         return None if known is None else known.params
 
-    def take_graph(self, graph: int) -> _Conditionals:
-        """Removes and returns the data of a graph and of the bodies in it."""
-        taken = _Conditionals()
-        self._take_graph(graph, taken)
-        return taken
-
-    def take_node(self, node: int) -> _Conditionals:
-        """Removes and returns the data of a node and of its bodies."""
-        taken = _Conditionals()
-        self._take_node(node, taken)
-        return taken
-
     def put_back(self, taken: _Conditionals) -> None:
         self._nodes |= taken._nodes
         self._made |= taken._made
@@ -813,20 +796,26 @@ class _Conditionals:
         nodes = [*self._nodes.values()]  # other threads add and remove
         return next((known.graph for known in nodes if body in known.params.bodies), None)
 
-    def _take_graph(self, graph: int, taken: _Conditionals) -> None:
+    def take_graph(self, graph: int, taken: _Conditionals | None = None) -> _Conditionals:
+        """Removes the data of a graph and of the bodies in it; returns it, added to `taken`."""
+        taken = _Conditionals() if taken is None else taken
         made = self._made.pop(graph, None)
         if made is not None:
             taken._made[graph] = made
         for node, known in [*self._nodes.items()]:
             if known.graph == graph:
-                self._take_node(node, taken)
+                self.take_node(node, taken)
+        return taken
 
-    def _take_node(self, node: int, taken: _Conditionals) -> None:
+    def take_node(self, node: int, taken: _Conditionals | None = None) -> _Conditionals:
+        """Removes the data of a node and of its bodies; returns it, added to `taken`."""
+        taken = _Conditionals() if taken is None else taken
         known = self._nodes.pop(node, None)
         if known is not None:
             taken._nodes[node] = known
             for body in known.params.bodies:
-                self._take_graph(body, taken)
+                self.take_graph(body, taken)
+        return taken
 
 
 def _handles(array: ctypes.Array[ctypes.c_uint64]) -> tuple[NodeHandle, ...]:

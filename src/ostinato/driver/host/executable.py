@@ -22,7 +22,6 @@ from ostinato.driver.api import (
     InstantiateFlags,
     KernelNodeParams,
     LaunchAttributes,
-    LaunchConfig,
     MemcpyNodeParams,
     MemsetNodeParams,
     NodeHandle,
@@ -157,7 +156,8 @@ class Executable:
         memory, params = self._memory, node.params
         match params:
             case EventRecordNodeParams():
-                return self._record_step(params.event)
+                recorded = params.event
+                return lambda: self._marks.records[recorded].stamp()
             case EventWaitNodeParams():
                 return self._wait_step(params.event)
             case AllocNodeParams():
@@ -176,9 +176,6 @@ class Executable:
                 return lambda: run_steps(steps)
             case _:
                 return self._compiler.step("graph_instantiate", params, self._conditions)
-
-    def _record_step(self, event: EventHandle) -> Step:
-        return lambda: self._marks.records[event].stamp()
 
     def _wait_step(self, event: EventHandle) -> Step:
         def step() -> None:
@@ -399,17 +396,14 @@ def _dimensions(params: MemcpyNodeParams | MemsetNodeParams) -> int:
 
 def _why_not(old: NodeParams, new: NodeParams, is_pinned: Callable[[int], bool]) -> str:
     """Returns why a node's parameters cannot be replaced by these of the same kind, or ""."""
-    if isinstance(old, MemcpyNodeParams) and isinstance(new, MemcpyNodeParams):
-        if _dimensions(old) != _dimensions(new):
-            return f"a {_dimensions(old)}-D copy cannot become {_dimensions(new)}-D"
-        if is_pinned(old.dst) != is_pinned(new.dst) or is_pinned(old.src) != is_pinned(new.src):
-            return "a copy cannot change between device and pinned memory"
-    if (
-        isinstance(old, MemsetNodeParams)
-        and isinstance(new, MemsetNodeParams)
-        and _dimensions(old) != _dimensions(new)
-    ):
-        return f"a {_dimensions(old)}-D fill cannot become {_dimensions(new)}-D"
+    match old, new:
+        case MemcpyNodeParams(), MemcpyNodeParams():
+            if _dimensions(old) != _dimensions(new):
+                return f"a {_dimensions(old)}-D copy cannot become {_dimensions(new)}-D"
+            if is_pinned(old.dst) != is_pinned(new.dst) or is_pinned(old.src) != is_pinned(new.src):
+                return "a copy cannot change between device and pinned memory"
+        case MemsetNodeParams(), MemsetNodeParams() if _dimensions(old) != _dimensions(new):
+            return f"a {_dimensions(old)}-D fill cannot become {_dimensions(new)}-D"
     return ""
 
 
@@ -420,15 +414,11 @@ def _with_attributes(old: NodeParams, new: NodeParams) -> NodeParams:
     """
     if not (isinstance(old, KernelNodeParams) and isinstance(new, KernelNodeParams)):
         return new
-    was, is_ = old.config, new.config
-    if LaunchAttributes.of(was) == LaunchAttributes.of(is_):
+    was = old.config
+    if LaunchAttributes.of(was) == LaunchAttributes.of(new.config):
         return new
-    config = LaunchConfig(
-        *(is_.grid, is_.block, is_.shared),
-        cluster=was.cluster,
-        cooperative=was.cooperative,
-        programmatic=is_.programmatic,
-        priority=was.priority,
+    config = replace(
+        new.config, cluster=was.cluster, cooperative=was.cooperative, priority=was.priority
     )
     return replace(new, config=config)
 

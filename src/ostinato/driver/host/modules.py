@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -98,29 +99,26 @@ class LoadedFunction:
             self._check_sizes(call, config)
 
     def _check_sizes(self, call: str, config: LaunchConfig) -> None:
-        fits = all(size <= most for size, most in zip(config.grid, _MAX_GRID, strict=True))
-        fits &= all(size <= most for size, most in zip(config.block, _MAX_BLOCK, strict=True))
-        if config.cluster is not None:
-            x, y, z = config.cluster
-            fits &= x * y * z <= _MAX_CLUSTER
-            fits &= not any(
-                size % part for size, part in zip(config.grid, config.cluster, strict=True)
-            )
+        sizes, cluster = (*config.grid, *config.block), config.cluster
+        fits = all(size <= most for size, most in zip(sizes, _MAX_GRID + _MAX_BLOCK, strict=True))
+        if cluster is not None:
+            fits &= math.prod(cluster) <= _MAX_CLUSTER
+            fits &= not any(size % part for size, part in zip(config.grid, cluster, strict=True))
         if not fits:
             raise invalid(call, f"{self.kernel.name}: launched as {config}")
 
     def _check_arguments(self, call: str, arguments: KernelArguments) -> None:
-        kernel = self.kernel
+        kernel, layout = self.kernel, arguments.layout
         right = len(arguments.data) == kernel.size
-        if arguments.layout or not arguments.packed:
-            right = right and arguments.layout == kernel.layout
+        if layout or not arguments.packed:
+            right = right and layout == kernel.layout
             if right:
-                self.accepted_layout = arguments.layout
+                self.accepted_layout = layout
         if not right:
             raise invalid(
                 call,
                 f"{kernel.name} takes {[s.size for s in kernel.layout]} bytes of arguments, "
-                f"and {[s.size for s in arguments.layout]} were given",
+                f"and {[s.size for s in layout]} were given",
             )
 
 
