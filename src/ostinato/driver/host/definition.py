@@ -35,9 +35,9 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.host.handles import HandleTable, invalid, new_handle
+from ostinato.driver.host.handles import HandleTable, invalid, new_handle, unsupported
 from ostinato.driver.host.memory import MemoryTable
-from ostinato.errors import DriverError, Status, driver_error
+from ostinato.errors import DriverError
 
 KINDS: dict[type[NodeParams], NodeKind] = {
     KernelNodeParams: NodeKind.KERNEL,
@@ -124,9 +124,7 @@ class DefinitionNode:
                 call, f"it is a {self.kind.name} node, not {KINDS[type(params)].name}", node=blamed
             )
         if self.kind in fixed:
-            raise driver_error(
-                Status.NOT_SUPPORTED, call, f"a {self.kind.name} node is fixed", node=blamed
-            )
+            raise unsupported(call, f"a {self.kind.name} node is fixed", node=blamed)
 
     def check_edge(self, call: str, target: NodeKind | None, data: EdgeData) -> None:
         """Raises unless an edge from this node to one of kind `target` can have this data.
@@ -339,20 +337,15 @@ class GraphDefinition:
         if params.nbytes <= 0 or params.address:
             raise invalid(call, f"{params}")
         if self.owner is not None:
-            raise driver_error(
-                Status.NOT_SUPPORTED, call, "alloc nodes belong into the outermost graph"
-            )
+            raise unsupported(call, "alloc nodes belong into the outermost graph")
         allocation = self.tables.memory.reserve(call, params.nbytes)
         return AllocNodeParams(params.nbytes, allocation.address)
 
     def refuse_memory(self, call: str, node: NodeHandle) -> None:
         """Raises if the graph has alloc or free nodes: then no node may be removed from it."""
         if any(other.kind in MEMORY_KINDS for other in self.nodes.values()):
-            raise driver_error(
-                Status.NOT_SUPPORTED,
-                call,
-                "nodes cannot leave a graph that has alloc or free nodes",
-                node=node,
+            raise unsupported(
+                call, "nodes cannot leave a graph that has alloc or free nodes", node=node
             )
 
     def remove(self, node: DefinitionNode) -> None:
@@ -399,8 +392,7 @@ class GraphDefinition:
         """Raises if this is the body of a conditional node, or has a node that can belong to only
         one graph and one executable."""
         if self.body or any(node.kind in SINGLE_KINDS for node in self.walk()):
-            raise driver_error(
-                Status.NOT_SUPPORTED,
+            raise unsupported(
                 call,
                 "a graph with alloc, free or conditional nodes, and the body of a conditional "
                 f"node, cannot {what}",
@@ -447,9 +439,9 @@ def check_edge_data(
 def refuse_opaque(call: str, params: NodeParams) -> None:
     """Raises for parameters that the protocol only shows: no node can be made of them."""
     if isinstance(params, OpaqueNodeParams):
-        raise driver_error(Status.NOT_SUPPORTED, call, f"an opaque node ({params.why})")
+        raise unsupported(call, f"an opaque node ({params.why})")
     if isinstance(params, MemcpyNodeParams) and params.opaque:
-        raise driver_error(Status.NOT_SUPPORTED, call, "a copy to or from a CUDA array")
+        raise unsupported(call, "a copy to or from a CUDA array")
 
 
 def ancestors(nodes: Iterable[DefinitionNode]) -> set[DefinitionNode]:

@@ -37,7 +37,7 @@ from ostinato.driver.host.definition import (
     GraphDefinition,
     execution_order,
 )
-from ostinato.driver.host.handles import invalid, new_handle
+from ostinato.driver.host.handles import invalid, new_handle, unsupported
 from ostinato.driver.host.queue import Latch, Mark
 from ostinato.driver.host.streams import HostStream
 from ostinato.driver.host.work import (
@@ -69,7 +69,7 @@ def check_instantiable(
     """
     call = "graph_instantiate"
     if flags & InstantiateFlags.DEVICE_LAUNCH:
-        raise driver_error(Status.NOT_SUPPORTED, call, "launches from kernels")
+        raise unsupported(call, "launches from kernels")
     if capturing:
         raise invalid(call, "the graph is still being captured")
     for node in graph.walk():
@@ -87,10 +87,8 @@ def check_instantiable(
         if not condition.used:
             raise invalid(call, f"conditional handle {condition.handle:#x} has no conditional node")
     if instances and any(node.kind in SINGLE_KINDS for node in graph.walk()):
-        raise driver_error(
-            Status.NOT_SUPPORTED,
-            call,
-            "a graph with alloc, free or conditional nodes has one executable at a time",
+        raise unsupported(
+            call, "a graph with alloc, free or conditional nodes has one executable at a time"
         )
 
 
@@ -320,11 +318,8 @@ class Executable:
             return
         self._compiler.check(call, params)
         if params != _with_attributes(node.params, params):
-            raise driver_error(
-                Status.NOT_SUPPORTED,
-                call,
-                "launch attributes cannot change on an executable",
-                node=node.original,
+            raise unsupported(
+                call, "launch attributes cannot change on an executable", node=node.original
             )
         why = _why_not(node.params, params, self._memory.is_pinned)
         if why:

@@ -1,4 +1,4 @@
-"""Handles of the host driver, tables of their objects, and the most frequent error."""
+"""Handles of the host driver, tables of their objects, and the most frequent errors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ T = TypeVar("T")
 def invalid(call: str, detail: str, *, node: int | None = None) -> DriverError:
     """Returns the error INVALID_VALUE."""
     return driver_error(Status.INVALID_VALUE, call, detail, node=node)
+
+
+def unsupported(call: str, detail: str, *, node: int | None = None) -> DriverError:
+    """Returns the error NOT_SUPPORTED."""
+    return driver_error(Status.NOT_SUPPORTED, call, detail, node=node)
 
 
 class HandleTable(dict[int, T]):
