@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ostinato.driver.api import Driver
+from ostinato.driver.api import Driver, GraphHandle
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import NotAvailableError
 from tests.contract.kernels import Rig
@@ -44,6 +44,11 @@ def rig(driver: Driver) -> Iterator[Rig]:
     made = Rig(driver)
     yield made
     made.close()
+
+
+@pytest.fixture
+def graph(rig: Rig) -> GraphHandle:
+    return rig.new_graph()
 
 
 @pytest.fixture(scope="session", autouse=True)

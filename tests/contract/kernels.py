@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,12 @@ from ostinato.driver.api import (
     Driver,
     Edge,
     EdgeData,
+    EventHandle,
+    ExecHandle,
     FunctionHandle,
     GraphHandle,
     Image,
+    InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
     MemcpyNodeParams,
@@ -183,13 +186,37 @@ class Rig:
             driver.function_load(function)
         self.stream = driver.stream_create()
         self._owned: list[int] = []
+        self._ends: list[Callable[[], None]] = []
 
     def close(self) -> None:
         self.driver.stream_destroy(self.stream)
         self.driver.synchronize()
+        for end in reversed(self._ends):
+            end()
         for address in self._owned:
             self.driver.mem_free(address)
         self.driver.module_unload(self.module)
+
+    # --- objects that live until `close`
+    def new_stream(self, **options: Any) -> StreamHandle:
+        made = self.driver.stream_create(**options)
+        self._ends.append(lambda: self.driver.stream_destroy(made))
+        return made
+
+    def new_event(self, **options: Any) -> EventHandle:
+        made = self.driver.event_create(**options)
+        self._ends.append(lambda: self.driver.event_destroy(made))
+        return made
+
+    def new_graph(self) -> GraphHandle:
+        made = self.driver.graph_create()
+        self._ends.append(lambda: self.driver.graph_destroy(made))
+        return made
+
+    def instantiate(self, graph: GraphHandle, *flags: InstantiateFlags) -> ExecHandle:
+        made = self.driver.graph_instantiate(graph, *flags)
+        self._ends.append(lambda: self.driver.exec_destroy(made))
+        return made
 
     # --- memory
     def array(self, values: Any, dtype: Any = np.float32) -> int:

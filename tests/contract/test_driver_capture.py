@@ -101,8 +101,8 @@ def test_an_empty_capture_is_an_empty_graph(rig: Rig) -> None:
 
 def test_events_fork_and_join_without_nodes_of_their_own(rig: Rig) -> None:
     driver, x, y = rig.driver, rig.zeros(4), rig.zeros(4)
-    other = driver.stream_create()
-    forked, joined = driver.event_create(), driver.event_create()
+    other = rig.new_stream()
+    forked, joined = rig.new_event(), rig.new_event()
     driver.stream_begin_capture(rig.stream, LOCAL)
     rig.launch("fill", x, 2.0, 4)
     driver.event_record(forked, rig.stream)
@@ -126,14 +126,11 @@ def test_events_fork_and_join_without_nodes_of_their_own(rig: Rig) -> None:
     driver.stream_synchronize(other)
     assert rig.values(x, 4) == [1.0] * 4
     driver.graph_destroy(graph)
-    driver.stream_destroy(other)
-    for event in (forked, joined):
-        driver.event_destroy(event)
 
 
 def test_a_fork_that_does_nothing_needs_no_join(rig: Rig) -> None:
-    driver, event = rig.driver, rig.driver.event_create()
-    other = driver.stream_create()
+    driver, event = rig.driver, rig.new_event()
+    other = rig.new_stream()
     driver.stream_begin_capture(rig.stream, LOCAL)
     rig.launch("nothing")
     driver.event_record(event, rig.stream)
@@ -141,22 +138,19 @@ def test_a_fork_that_does_nothing_needs_no_join(rig: Rig) -> None:
     graph = driver.stream_end_capture(rig.stream)
     assert len(driver.graph_nodes(graph)) == 1
     driver.graph_destroy(graph)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_waiting_for_an_event_never_recorded_changes_nothing(rig: Rig) -> None:
-    driver, event = rig.driver, rig.driver.event_create()
+    driver, event = rig.driver, rig.new_event()
     driver.stream_begin_capture(rig.stream, LOCAL)
     driver.stream_wait_event(rig.stream, event)
     rig.launch("nothing")
     driver.graph_destroy(driver.stream_end_capture(rig.stream))
-    driver.event_destroy(event)
 
 
 def test_other_streams_run_eagerly_meanwhile(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    other, done = driver.stream_create(), threading.Event()
+    other, done = rig.new_stream(), threading.Event()
     driver.stream_begin_capture(rig.stream, LOCAL)
     rig.launch("fill", x, 1.0, 4)
     rig.launch("fill", x, 2.0, 4, stream=other)
@@ -165,12 +159,11 @@ def test_other_streams_run_eagerly_meanwhile(rig: Rig) -> None:
     graph = driver.stream_end_capture(rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
     driver.graph_destroy(graph)
-    driver.stream_destroy(other)
 
 
 def test_capture_into_a_graph_after_its_nodes(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    graph = driver.graph_create()
+    graph = rig.new_graph()
     first = rig.add(graph, (), "fill", x, 4.0, 4)
     rig.add(graph, (), EmptyNodeParams())
     driver.stream_begin_capture_to_graph(rig.stream, graph, [first], LOCAL)
@@ -180,7 +173,6 @@ def test_capture_into_a_graph_after_its_nodes(rig: Rig) -> None:
     assert rig.edges(graph) == {(0, 2)}
     rig.run(graph)
     assert rig.values(x, 4) == [20.0] * 4
-    driver.graph_destroy(graph)
 
 
 def test_arguments_and_sizes_are_frozen(rig: Rig) -> None:
@@ -242,7 +234,7 @@ def test_programmatic_launches_become_programmatic_edges(rig: Rig) -> None:
 def test_what_is_captured_next_depends_on_what_is_set(rig: Rig) -> None:
     """As for a node that was added to the graph of a capture by hand."""
     driver, x = rig.driver, rig.array([1.0] * 4)
-    other = driver.graph_create()
+    other = rig.new_graph()
     foreign = rig.add(other, (), EmptyNodeParams())
     with refused(Status.ILLEGAL_STATE):
         driver.stream_set_capture_dependencies(rig.stream, ())
@@ -261,4 +253,3 @@ def test_what_is_captured_next_depends_on_what_is_set(rig: Rig) -> None:
     rig.run(graph)
     assert rig.values(x, 4) == [30.0] * 4
     driver.graph_destroy(graph)
-    driver.graph_destroy(other)

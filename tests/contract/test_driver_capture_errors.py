@@ -209,7 +209,7 @@ def test_a_capturing_stream_cannot(rig: Rig, things: Things, call: str, mode: Ca
 
 def test_a_broken_capture_refuses_work(rig: Rig, things: Things) -> None:
     driver, x = rig.driver, rig.zeros(2)
-    event = driver.event_create()
+    event = rig.new_event()
     driver.stream_begin_capture(rig.stream, LOCAL)
     with refused(UNSUPPORTED):
         driver.mem_alloc(16)
@@ -226,7 +226,6 @@ def test_a_broken_capture_refuses_work(rig: Rig, things: Things) -> None:
     with refused(Status.ILLEGAL_STATE):
         driver.stream_begin_capture(rig.stream, LOCAL)
     assert_broken_then_sound(rig)
-    driver.event_destroy(event)
 
 
 def test_work_that_is_refused_breaks_the_capture(rig: Rig) -> None:
@@ -252,13 +251,11 @@ def test_begin_and_end_in_the_wrong_state(rig: Rig) -> None:
 
 def test_capture_to_a_graph_after_nodes_of_another(rig: Rig) -> None:
     driver = rig.driver
-    graph, other = driver.graph_create(), driver.graph_create()
+    graph, other = rig.new_graph(), rig.new_graph()
     node = rig.add(other, (), "nothing")
     with refused(Status.INVALID_VALUE):
         driver.stream_begin_capture_to_graph(rig.stream, graph, [node], LOCAL)
     assert_sound(rig)
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 # --- events
@@ -266,7 +263,7 @@ def test_capture_to_a_graph_after_nodes_of_another(rig: Rig) -> None:
 
 def test_two_captures_cannot_merge(rig: Rig) -> None:
     driver = rig.driver
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     driver.stream_begin_capture(rig.stream, LOCAL)
     driver.stream_begin_capture(other, LOCAL)
     rig.launch("nothing")
@@ -281,20 +278,16 @@ def test_two_captures_cannot_merge(rig: Rig) -> None:
         driver.stream_end_capture(other)
     assert_sound(rig)
     assert_sound(rig, other)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_the_outside_cannot_be_waited_for(rig: Rig) -> None:
     driver = rig.driver
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     driver.event_record(event, other)
     driver.stream_begin_capture(rig.stream, LOCAL)
     with refused(Status.STREAM_CAPTURE_ISOLATION):
         driver.stream_wait_event(rig.stream, event)
     assert_broken_then_sound(rig)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def _fork(rig: Rig, other: StreamHandle, event: EventHandle) -> None:
@@ -307,19 +300,17 @@ def _fork(rig: Rig, other: StreamHandle, event: EventHandle) -> None:
 
 def test_a_fork_must_be_joined(rig: Rig) -> None:
     driver = rig.driver
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     _fork(rig, other, event)
     with refused(Status.STREAM_CAPTURE_UNJOINED):
         driver.stream_end_capture(rig.stream)
     assert_sound(rig)
     assert_sound(rig, other)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_work_after_the_join_is_unjoined_again(rig: Rig) -> None:
     driver = rig.driver
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     _fork(rig, other, event)
     driver.event_record(event, other)
     driver.stream_wait_event(rig.stream, event)
@@ -327,20 +318,16 @@ def test_work_after_the_join_is_unjoined_again(rig: Rig) -> None:
     with refused(Status.STREAM_CAPTURE_UNJOINED):
         driver.stream_end_capture(rig.stream)
     assert_sound(rig)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_a_capture_ends_where_it_began(rig: Rig) -> None:
     driver = rig.driver
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     _fork(rig, other, event)
     with refused(Status.STREAM_CAPTURE_UNMATCHED):
         driver.stream_end_capture(other)
     assert_broken_then_sound(rig)
     assert_sound(rig, other)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 @pytest.mark.parametrize("mode", [LOCAL, GLOBAL])
@@ -355,7 +342,7 @@ def test_the_wrong_thread_cannot_end_it(rig: Rig, mode: CaptureMode) -> None:
 
 def test_captured_events_have_no_state(rig: Rig) -> None:
     driver = rig.driver
-    event, timed = driver.event_create(), driver.event_create(timing=True)
+    event, timed = rig.new_event(), rig.new_event(timing=True)
     for ask in (driver.event_query, driver.event_synchronize):
         driver.stream_begin_capture(rig.stream, LOCAL)
         rig.launch("nothing")
@@ -365,18 +352,16 @@ def test_captured_events_have_no_state(rig: Rig) -> None:
         assert_broken_then_sound(rig)
     driver.event_record(timed, rig.stream)
     driver.stream_begin_capture(rig.stream, LOCAL)
-    capturing = driver.event_create(timing=True)
+    capturing = rig.new_event(timing=True)
     driver.event_record(capturing, rig.stream)
     with refused(Status.CAPTURED_EVENT):
         driver.event_elapsed(timed, capturing)
     driver.graph_destroy(driver.stream_end_capture(rig.stream))
-    for each in (event, timed, capturing):
-        driver.event_destroy(each)
 
 
 def test_events_of_captures_that_ended_are_of_no_use(rig: Rig) -> None:
-    driver, event = rig.driver, rig.driver.event_create()
-    other = driver.stream_create()
+    driver, event = rig.driver, rig.new_event()
+    other = rig.new_stream()
     driver.stream_begin_capture(rig.stream, LOCAL)
     rig.launch("nothing")
     driver.event_record(event, rig.stream)
@@ -391,24 +376,21 @@ def test_events_of_captures_that_ended_are_of_no_use(rig: Rig) -> None:
     driver.event_synchronize(event)
     assert driver.event_query(event)
     driver.graph_destroy(graph)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_the_legacy_stream_cannot_join(rig: Rig) -> None:
-    driver, event = rig.driver, rig.driver.event_create()
+    driver, event = rig.driver, rig.new_event()
     driver.stream_begin_capture(rig.stream, LOCAL)
     rig.launch("nothing")
     driver.event_record(event, rig.stream)
     with refused(Status.STREAM_CAPTURE_IMPLICIT):
         driver.stream_wait_event(StreamHandle(0), event)
     assert_broken_then_sound(rig)
-    driver.event_destroy(event)
 
 
 def test_destroying_streams_that_capture(rig: Rig) -> None:
     driver = rig.driver
-    origin, forked, event = driver.stream_create(), driver.stream_create(), driver.event_create()
+    origin, forked, event = driver.stream_create(), driver.stream_create(), rig.new_event()
     driver.stream_begin_capture(origin, LOCAL)
     driver.event_record(event, origin)
     driver.stream_wait_event(forked, event)
@@ -421,7 +403,6 @@ def test_destroying_streams_that_capture(rig: Rig) -> None:
     with refused(Status.STREAM_CAPTURE_UNJOINED, INVALIDATED):  # CUDA says one or the other
         driver.stream_end_capture(rig.stream)
     assert_sound(rig)
-    driver.event_destroy(event)
 
 
 # --- the legacy stream beside captures
@@ -444,10 +425,10 @@ def test_the_legacy_stream_breaks_a_blocking_streams_capture(
     rig: Rig, what: str, thread: str, mode: CaptureMode
 ) -> None:
     """Of any mode, whichever thread uses it; the stream works again afterwards."""
-    driver, x, event = rig.driver, rig.zeros(8), rig.driver.event_create()
+    driver, x, event = rig.driver, rig.zeros(8), rig.new_event()
     driver.event_record(event, rig.stream)
     driver.stream_synchronize(rig.stream)
-    stream = driver.stream_create(blocking=True)
+    stream = rig.new_stream(blocking=True)
     driver.stream_begin_capture(stream, mode)
     rig.launch("fill", x, 1.0, 4, stream=stream)
     with refused(Status.STREAM_CAPTURE_IMPLICIT):
@@ -466,8 +447,6 @@ def test_the_legacy_stream_breaks_a_blocking_streams_capture(
     rig.run(graph)
     assert rig.values(x, 4) == [2.0] * 4
     driver.graph_destroy(graph)
-    driver.stream_destroy(stream)
-    driver.event_destroy(event)
 
 
 @pytest.mark.parametrize("thread", ["own", "other"])
@@ -476,7 +455,7 @@ def test_the_legacy_stream_passes_by_another_streams_capture(
     rig: Rig, what: str, thread: str
 ) -> None:
     """The work runs at once, and the graph lacks it."""
-    driver, x, event = rig.driver, rig.array([1.0] * 8), rig.driver.event_create()
+    driver, x, event = rig.driver, rig.array([1.0] * 8), rig.new_event()
     driver.event_record(event, rig.stream)
     driver.stream_synchronize(rig.stream)
     driver.stream_begin_capture(rig.stream, CaptureMode.THREAD_LOCAL)
@@ -494,12 +473,11 @@ def test_the_legacy_stream_passes_by_another_streams_capture(
     rig.run(graph)
     assert rig.values(x, 4) == [3 * expected] * 4
     driver.graph_destroy(graph)
-    driver.event_destroy(event)
 
 
 def test_blocking_streams_and_the_legacy_stream_wait_for_each_other(rig: Rig) -> None:
     driver, x = rig.driver, rig.array([1.0] * 4)
-    stream = driver.stream_create(blocking=True)
+    stream = rig.new_stream(blocking=True)
     with HeldStream(driver, LEGACY) as held:
         rig.launch("fill", x, 2.0, 4, stream=LEGACY)
         rig.launch("scale", x, 3.0, 4, stream=stream)
@@ -508,4 +486,3 @@ def test_blocking_streams_and_the_legacy_stream_wait_for_each_other(rig: Rig) ->
         held.release()
     driver.stream_synchronize(LEGACY)
     assert rig.values(x, 4) == [12.0] * 4
-    driver.stream_destroy(stream)

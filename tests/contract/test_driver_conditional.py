@@ -35,11 +35,6 @@ def _conditional_nodes(rig: Rig) -> None:
         pytest.skip("no conditional nodes here")
 
 
-@pytest.fixture
-def graph(rig: Rig) -> GraphHandle:
-    return rig.driver.graph_create()
-
-
 def conditional(
     rig: Rig,
     graph: GraphHandle,
@@ -67,7 +62,6 @@ def test_if_and_else(rig: Rig, graph: GraphHandle, value: int, size: int) -> Non
     rig.run(graph)
     expected = 1.0 if value else (2.0 if size == 2 else 0.0)
     assert rig.values(x, 4) == [expected] * 4
-    driver.graph_destroy(graph)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 25])
@@ -80,7 +74,6 @@ def test_while_repeats_its_body(rig: Rig, graph: GraphHandle, limit: int) -> Non
     rig.run(graph)
     assert rig.values(counter, 1, np.uint32) == [limit]
     assert rig.values(x, 1) == [2.0**limit]
-    driver.graph_destroy(graph)
 
 
 def test_while_may_not_run_at_all(rig: Rig, graph: GraphHandle) -> None:
@@ -90,7 +83,6 @@ def test_while_may_not_run_at_all(rig: Rig, graph: GraphHandle) -> None:
     rig.add(body, (), "count_up", handle, counter, 3)
     rig.run(graph)
     assert rig.values(counter, 1, np.uint32) == [0]
-    driver.graph_destroy(graph)
 
 
 def test_the_default_comes_back_at_each_launch(rig: Rig, graph: GraphHandle) -> None:
@@ -100,7 +92,6 @@ def test_the_default_comes_back_at_each_launch(rig: Rig, graph: GraphHandle) -> 
     rig.add(body, (), "count_up", handle, counter, 0)  # once, and the condition is 0
     rig.run(graph, times=3)
     assert rig.values(counter, 1, np.uint32) == [3]
-    driver.graph_destroy(graph)
 
 
 @pytest.mark.parametrize("value", [0, 1, 2, 3, 100])
@@ -114,7 +105,6 @@ def test_switch_takes_the_body_of_that_number(rig: Rig, graph: GraphHandle, valu
     rig.add(graph, [node], "scale", x, 2.0, 4)
     rig.run(graph)
     assert rig.values(x, 4) == [2 * (10.0 + value) if value < 3 else 0.0] * 4
-    driver.graph_destroy(graph)
 
 
 def test_one_inside_another(rig: Rig, graph: GraphHandle) -> None:
@@ -129,7 +119,6 @@ def test_one_inside_another(rig: Rig, graph: GraphHandle) -> None:
     rig.run(graph, times=1)
     assert rig.values(counter, 1, np.uint32) == [6]
     assert rig.values(x, 1, np.uint32) == [2]
-    driver.graph_destroy(graph)
 
 
 def test_a_body_is_filled_by_capture(rig: Rig, graph: GraphHandle) -> None:
@@ -141,12 +130,11 @@ def test_a_body_is_filled_by_capture(rig: Rig, graph: GraphHandle) -> None:
     assert driver.stream_end_capture(rig.stream) == body
     rig.run(graph)
     assert rig.values(counter, 1, np.uint32) == [8]
-    driver.graph_destroy(graph)
 
 
 def test_a_conditional_node_added_while_capturing(rig: Rig) -> None:
     driver, counter = rig.driver, rig.zeros(1, np.uint32)
-    graph = driver.graph_create()
+    graph = rig.new_graph()
     driver.stream_begin_capture_to_graph(rig.stream, graph, (), CaptureMode.THREAD_LOCAL)
     rig.launch("increment", counter)
     info = driver.stream_capture_info(rig.stream)
@@ -156,12 +144,11 @@ def test_a_conditional_node_added_while_capturing(rig: Rig) -> None:
     rig.add(body, (), "count_up", handle, counter, 5)
     rig.run(graph)
     assert rig.values(counter, 1, np.uint32) == [5]
-    driver.graph_destroy(graph)
 
 
 def test_what_a_body_may_hold(rig: Rig, graph: GraphHandle) -> None:
     driver, x, y = rig.driver, rig.zeros(4), rig.zeros(4)
-    child = driver.graph_create()
+    child = rig.new_graph()
     rig.add(child, (), "scale", x, 3.0, 4)
     handle = driver.conditional_create(graph, default=1)
     _, (body,) = conditional(rig, graph, handle, IF)
@@ -171,14 +158,12 @@ def test_what_a_body_may_hold(rig: Rig, graph: GraphHandle) -> None:
     rig.add(body, [nested], copy_of(y, x, 16))
     rig.run(graph)
     assert rig.values(y, 4) == [3.0] * 4
-    driver.graph_destroy(graph)
-    driver.graph_destroy(child)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_what_a_body_may_not_hold(rig: Rig, depth: int) -> None:
     """`depth`: in how many child graphs of the body it is."""
-    driver, event = rig.driver, rig.driver.event_create()
+    driver, event = rig.driver, rig.new_event()
     write = BatchMemOpNodeParams((MemOp(MemOpKind.WRITE, rig.zeros(1), 1),))
     records, waits = EventRecordNodeParams(event), EventWaitNodeParams(event)
     for params in (HostNodeParams(lambda: None), records, waits, write):
@@ -196,7 +181,6 @@ def test_what_a_body_may_not_hold(rig: Rig, depth: int) -> None:
             driver.graph_instantiate(graph)
         for made in (graph, *children):
             driver.graph_destroy(made)
-    driver.event_destroy(event)
 
 
 @pytest.mark.parametrize(("kind", "size"), [(IF, 0), (IF, 3), (WHILE, 0), (WHILE, 2), (SWITCH, 0)])
@@ -206,32 +190,28 @@ def test_numbers_of_bodies_that_cannot_be(
     handle = rig.driver.conditional_create(graph)
     with refused(Status.INVALID_VALUE):
         rig.add(graph, (), ConditionalNodeParams(handle, kind, size))
-    rig.driver.graph_destroy(graph)
 
 
 def test_a_handle_has_one_node_of_its_graph(rig: Rig, graph: GraphHandle) -> None:
-    driver, other = rig.driver, rig.driver.graph_create()
+    driver, other = rig.driver, rig.new_graph()
     handle = driver.conditional_create(graph)
     with refused(Status.INVALID_VALUE):
         rig.add(other, (), ConditionalNodeParams(handle, IF))
     rig.add(graph, (), ConditionalNodeParams(handle, IF))
     with refused(Status.INVALID_VALUE):
         rig.add(graph, (), ConditionalNodeParams(handle, IF))
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 def test_a_handle_without_a_node_cannot_be_instantiated(rig: Rig, graph: GraphHandle) -> None:
     rig.driver.conditional_create(graph)
     with refused(Status.INVALID_VALUE):
         rig.driver.graph_instantiate(graph)
-    rig.driver.graph_destroy(graph)
 
 
 def test_such_graphs_have_one_executable_and_no_copies(rig: Rig, graph: GraphHandle) -> None:
-    driver, outer = rig.driver, rig.driver.graph_create()
+    driver, outer = rig.driver, rig.new_graph()
     _, (body,) = conditional(rig, graph, driver.conditional_create(graph, default=1), IF)
-    run = driver.graph_instantiate(graph)
+    rig.instantiate(graph)
     with refused(Status.NOT_SUPPORTED):
         driver.graph_instantiate(graph)
     for copied in (graph, body):
@@ -239,9 +219,6 @@ def test_such_graphs_have_one_executable_and_no_copies(rig: Rig, graph: GraphHan
             driver.graph_clone(copied)
         with refused(Status.NOT_SUPPORTED):
             rig.add(outer, (), ChildGraphNodeParams(copied))
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
-    driver.graph_destroy(outer)
 
 
 def _counting(rig: Rig, counter: int, limit: int, extra: bool = False) -> GraphHandle:
@@ -256,7 +233,7 @@ def _counting(rig: Rig, counter: int, limit: int, extra: bool = False) -> GraphH
 
 def test_updates_reach_into_bodies(rig: Rig) -> None:
     driver, counter = rig.driver, rig.zeros(1, np.uint32)
-    run = driver.graph_instantiate(_counting(rig, counter, 3))
+    run = rig.instantiate(_counting(rig, counter, 3))
     assert driver.exec_update(run, _counting(rig, counter, 9)).verdict == UpdateVerdict.SUCCESS
     driver.exec_launch(run, rig.stream)
     assert rig.values(counter, 1, np.uint32) == [9]
@@ -264,7 +241,6 @@ def test_updates_reach_into_bodies(rig: Rig) -> None:
     assert refusal.verdict != UpdateVerdict.SUCCESS
     driver.exec_launch(run, rig.stream)
     assert rig.values(counter, 1, np.uint32) == [10]
-    driver.exec_destroy(run)
 
 
 def test_single_nodes_in_bodies_change_too(rig: Rig, graph: GraphHandle) -> None:
@@ -272,7 +248,7 @@ def test_single_nodes_in_bodies_change_too(rig: Rig, graph: GraphHandle) -> None
     handle = driver.conditional_create(graph, default=1)
     node, (body,) = conditional(rig, graph, handle, WHILE)
     inner = rig.add(body, (), "count_up", handle, counter, 3)
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_set_params(run, inner, rig.params("count_up", handle, counter, 7))
     driver.exec_launch(run, rig.stream)
     assert rig.values(counter, 1, np.uint32) == [7]
@@ -280,5 +256,3 @@ def test_single_nodes_in_bodies_change_too(rig: Rig, graph: GraphHandle) -> None
         driver.exec_set_params(run, node, ConditionalNodeParams(handle, WHILE))
     with refused(Status.NOT_SUPPORTED):
         driver.node_set_params(node, ConditionalNodeParams(handle, WHILE))
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)

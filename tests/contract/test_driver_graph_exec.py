@@ -18,15 +18,11 @@ from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, refused
 
 
-@pytest.fixture
-def graph(rig: Rig) -> GraphHandle:
-    return rig.driver.graph_create()
-
-
-def test_an_executable_is_a_snapshot(rig: Rig, graph: GraphHandle) -> None:
+def test_an_executable_is_a_snapshot(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
+    graph = driver.graph_create()
     node = rig.add(graph, (), "fill", x, 1.0, 4)
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.node_set_params(node, rig.params("fill", x, 2.0, 4))
     rig.add(graph, [node], "scale", x, 100.0, 4)
     driver.exec_launch(run, rig.stream)
@@ -35,13 +31,12 @@ def test_an_executable_is_a_snapshot(rig: Rig, graph: GraphHandle) -> None:
     rig.launch("fill", x, 0.0, 4)
     driver.exec_launch(run, rig.stream)  # it needs the definition no more
     assert rig.values(x, 4) == [1.0] * 4
-    driver.exec_destroy(run)
 
 
 def test_launches_are_asynchronous_and_in_order(rig: Rig, graph: GraphHandle) -> None:
     driver, x = rig.driver, rig.zeros(1)
     rig.add(graph, (), "increment", x)
-    run = driver.graph_instantiate(graph, InstantiateFlags.NONE)
+    run = rig.instantiate(graph, InstantiateFlags.NONE)
     driver.exec_upload(run, rig.stream)
     launch = driver.exec_prepare_launch(run, rig.stream)
     with HeldStream(driver, rig.stream):
@@ -50,8 +45,6 @@ def test_launches_are_asynchronous_and_in_order(rig: Rig, graph: GraphHandle) ->
             launch()
         assert not driver.stream_query(rig.stream)
     assert rig.values(x, 1, "u4") == [10]
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_one_executable_on_two_streams_never_overlaps(rig: Rig, graph: GraphHandle) -> None:
@@ -70,16 +63,13 @@ def test_one_executable_on_two_streams_never_overlaps(rig: Rig, graph: GraphHand
 
     first = rig.add(graph, (), HostNodeParams(enter))
     rig.add(graph, [first], HostNodeParams(leave))
-    run = driver.graph_instantiate(graph)
-    other = driver.stream_create()
+    run = rig.instantiate(graph)
+    other = rig.new_stream()
     for _ in range(5):
         driver.exec_launch(run, rig.stream)
         driver.exec_launch(run, other)
     driver.synchronize()
     assert (under_way, most) == ([0], [1])
-    driver.stream_destroy(other)
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_two_executables_of_one_graph(rig: Rig, graph: GraphHandle) -> None:
@@ -93,11 +83,11 @@ def test_two_executables_of_one_graph(rig: Rig, graph: GraphHandle) -> None:
     driver.exec_launch(runs[1], rig.stream)
     assert rig.values(x, 1, "u4") == [3]
     driver.exec_destroy(runs[1])
-    driver.graph_destroy(graph)
 
 
-def test_a_launch_under_way_survives_its_executable(rig: Rig, graph: GraphHandle) -> None:
+def test_a_launch_under_way_survives_its_executable(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
+    graph = driver.graph_create()
     rig.add(graph, (), "fill", x, 4.0, 4)
     run = driver.graph_instantiate(graph)
     driver.exec_upload(run, rig.stream)
@@ -111,17 +101,14 @@ def test_an_empty_graph_runs(rig: Rig, graph: GraphHandle) -> None:
     rig.run(graph)
     rig.add(graph, (), EmptyNodeParams())
     rig.run(graph)
-    rig.driver.graph_destroy(graph)
 
 
 def test_upload_as_part_of_instantiation(rig: Rig, graph: GraphHandle) -> None:
     driver, x = rig.driver, rig.zeros(4)
     rig.add(graph, (), "fill", x, 4.0, 4)
-    run = driver.graph_instantiate(graph, InstantiateFlags.UPLOAD)
+    run = rig.instantiate(graph, InstantiateFlags.UPLOAD)
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [4.0] * 4
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_a_launch_into_a_capture(rig: Rig, graph: GraphHandle) -> None:
@@ -130,7 +117,7 @@ def test_a_launch_into_a_capture(rig: Rig, graph: GraphHandle) -> None:
 
     driver = rig.driver
     rig.add(graph, (), "nothing")
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.stream_begin_capture(rig.stream, CaptureMode.RELAXED)
     with refused(Status.STREAM_CAPTURE_UNSUPPORTED):
         driver.exec_launch(run, rig.stream)
@@ -138,8 +125,6 @@ def test_a_launch_into_a_capture(rig: Rig, graph: GraphHandle) -> None:
         driver.stream_end_capture(rig.stream)
     driver.exec_launch(run, rig.stream)
     driver.stream_synchronize(rig.stream)
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 # --- memory that outlives the launch
@@ -152,7 +137,7 @@ def test_what_a_launch_leaves_must_be_freed_first(rig: Rig, graph: GraphHandle) 
     alloc = rig.add(graph, (), AllocNodeParams(1 << 16))
     address = driver.node_params(alloc).address  # type: ignore[union-attr]
     rig.add(graph, [alloc], "fill", address, 3.0, 4)
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_launch(run, rig.stream)
     assert rig.values(address, 4) == [3.0] * 4
     with refused(Status.INVALID_VALUE):
@@ -162,8 +147,6 @@ def test_what_a_launch_leaves_must_be_freed_first(rig: Rig, graph: GraphHandle) 
     driver.exec_launch(run, rig.stream)
     assert rig.values(address, 4) == [3.0] * 4
     driver.mem_free(address)
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_auto_free_frees_at_the_next_launch(rig: Rig, graph: GraphHandle) -> None:
@@ -173,13 +156,11 @@ def test_auto_free_frees_at_the_next_launch(rig: Rig, graph: GraphHandle) -> Non
     alloc = rig.add(graph, (), AllocNodeParams(1 << 16))
     address = driver.node_params(alloc).address  # type: ignore[union-attr]
     rig.add(graph, [alloc], "fill", address, 3.0, 4)
-    run = driver.graph_instantiate(graph, InstantiateFlags.AUTO_FREE_ON_LAUNCH)
+    run = rig.instantiate(graph, InstantiateFlags.AUTO_FREE_ON_LAUNCH)
     for _ in range(3):
         driver.exec_launch(run, rig.stream)
     assert rig.values(address, 4) == [3.0] * 4
     driver.mem_free(address)
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_one_graph_allocates_and_another_frees(rig: Rig, graph: GraphHandle) -> None:
@@ -190,16 +171,12 @@ def test_one_graph_allocates_and_another_frees(rig: Rig, graph: GraphHandle) -> 
         pytest.skip("no memory nodes here")
     alloc = rig.add(graph, (), AllocNodeParams(1 << 16))
     address = driver.node_params(alloc).address  # type: ignore[union-attr]
-    freeing = driver.graph_create()
+    freeing = rig.new_graph()
     rig.add(freeing, (), FreeNodeParams(address))
-    make, free = driver.graph_instantiate(graph), driver.graph_instantiate(freeing)
+    make, free = rig.instantiate(graph), rig.instantiate(freeing)
     for _ in range(2):
         driver.exec_launch(make, rig.stream)
         driver.exec_launch(free, rig.stream)
     with refused(Status.INVALID_VALUE):
         driver.exec_launch(free, rig.stream)
     driver.stream_synchronize(rig.stream)
-    for each in (make, free):
-        driver.exec_destroy(each)
-    for each in (graph, freeing):
-        driver.graph_destroy(each)

@@ -40,11 +40,6 @@ from tests.contract.kernels import Rig, copy_of, refused, words
 PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 
 
-@pytest.fixture
-def graph(rig: Rig) -> GraphHandle:
-    return rig.driver.graph_create()
-
-
 def test_nodes_in_order_with_their_kinds(rig: Rig, graph: GraphHandle) -> None:
     driver, x, y = rig.driver, rig.zeros(4), rig.zeros(4)
     event, child = driver.event_create(), driver.graph_create()
@@ -69,7 +64,6 @@ def test_nodes_in_order_with_their_kinds(rig: Rig, graph: GraphHandle) -> None:
     assert driver.node_params(nodes[0]) == made[0][0]
     assert driver.node_params(nodes[6]) == made[6][0]
     assert driver.node_params(nodes[7]) == made[7][0]
-    driver.graph_destroy(graph)
 
 
 def test_a_graph_runs_in_dependency_order(rig: Rig, graph: GraphHandle) -> None:
@@ -79,7 +73,6 @@ def test_a_graph_runs_in_dependency_order(rig: Rig, graph: GraphHandle) -> None:
         driver.graph_add_edges(graph, [Edge(nodes[early], nodes[late])])
     rig.run(graph)
     assert rig.values(notes, 5, np.uint32) == [2, 4, 1, 3, 0]
-    driver.graph_destroy(graph)
 
 
 def test_many_kernels_at_once(rig: Rig, graph: GraphHandle) -> None:
@@ -106,7 +99,6 @@ def test_many_kernels_at_once(rig: Rig, graph: GraphHandle) -> None:
         assert (read.function, read.config.grid) == (made[row].function, made[row].config.grid)
     rig.run(graph)
     assert rig.values(notes, 5, np.uint32) == [4, 1, 3, 0, 0]
-    driver.graph_destroy(graph)
 
 
 def test_copies_in_two_and_three_dimensions(rig: Rig, graph: GraphHandle) -> None:
@@ -127,7 +119,6 @@ def test_copies_in_two_and_three_dimensions(rig: Rig, graph: GraphHandle) -> Non
     assert isinstance(read, MemcpyNodeParams)
     assert (read.dst, read.src, read.width, read.height, read.depth) == (y, x + 2, 3, 5, 2)
     assert (read.dst_pitch, read.src_pitch) == (8, 8)
-    rig.driver.graph_destroy(graph)
 
 
 def test_a_fill_in_two_dimensions(rig: Rig, graph: GraphHandle) -> None:
@@ -141,7 +132,6 @@ def test_a_fill_in_two_dimensions(rig: Rig, graph: GraphHandle) -> None:
     assert isinstance(read, MemsetNodeParams)
     assert (read.dst, read.value, read.element_size, read.width) == (x, 0x0102, 2, 3)
     assert (read.height, read.pitch) == (4, 16)
-    rig.driver.graph_destroy(graph)
 
 
 def test_host_nodes_run_each_time(rig: Rig, graph: GraphHandle) -> None:
@@ -150,7 +140,6 @@ def test_host_nodes_run_each_time(rig: Rig, graph: GraphHandle) -> None:
     rig.add(graph, [first], HostNodeParams(lambda: seen.append("b")))
     rig.run(graph, times=2)
     assert seen == ["a", "b"] * 2
-    rig.driver.graph_destroy(graph)
 
 
 def test_a_child_is_a_copy_of_its_own(rig: Rig, graph: GraphHandle) -> None:
@@ -169,32 +158,26 @@ def test_a_child_is_a_copy_of_its_own(rig: Rig, graph: GraphHandle) -> None:
     assert rig.values(x, 4) == [10.0] * 4
     with pytest.raises(DriverError):
         driver.graph_destroy(read.graph)  # it belongs to the node
-    driver.graph_destroy(graph)
 
 
 def test_event_nodes_order_work_between_streams(rig: Rig, graph: GraphHandle) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    event, other = driver.event_create(), driver.stream_create()
+    event, other = rig.new_event(), rig.new_stream()
     fill = rig.add(graph, (), "fill", x, 3.0, 4)
     rig.add(graph, [fill], EventRecordNodeParams(event))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_launch(run, rig.stream)
     driver.stream_wait_event(other, event)
     rig.launch("scale", x, 2.0, 4, stream=other)
     driver.stream_synchronize(other)
     assert driver.event_query(event)
     assert rig.values(x, 4) == [6.0] * 4
-    waiting = driver.graph_create()
+    waiting = rig.new_graph()
     driver.event_record(event, rig.stream)
     wait = rig.add(waiting, (), EventWaitNodeParams(event))
     rig.add(waiting, [wait], "scale", x, 2.0, 4)
     rig.run(waiting)
     assert rig.values(x, 4) == [12.0] * 4
-    driver.exec_destroy(run)
-    for each in (graph, waiting):
-        driver.graph_destroy(each)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_batch_memory_operations(rig: Rig, graph: GraphHandle) -> None:
@@ -213,7 +196,6 @@ def test_batch_memory_operations(rig: Rig, graph: GraphHandle) -> None:
     assert driver.node_params(node) == BatchMemOpNodeParams(operations)
     rig.run(graph)
     assert rig.values(x, 4, np.uint32) == [5, 77, 6, 1]
-    driver.graph_destroy(graph)
 
 
 # --- memory nodes
@@ -235,7 +217,6 @@ def test_alloc_nodes_have_their_address_at_once(rig: Rig, graph: GraphHandle) ->
     assert driver.node_params(free) == FreeNodeParams(read.address)
     rig.run(graph, times=3)
     assert rig.values(out, 4) == [6.0] * 4
-    driver.graph_destroy(graph)
 
 
 def test_graphs_with_memory_nodes_are_fixed(rig: Rig, graph: GraphHandle) -> None:
@@ -244,7 +225,7 @@ def test_graphs_with_memory_nodes_are_fixed(rig: Rig, graph: GraphHandle) -> Non
         pytest.skip("no memory nodes here")
     alloc = rig.add(graph, (), AllocNodeParams(1024))
     empty = rig.add(graph, [alloc], EmptyNodeParams())
-    outer = driver.graph_create()
+    outer = rig.new_graph()
     attempts: list[Callable[[], object]] = [
         lambda: driver.graph_remove_node(alloc),
         lambda: driver.graph_remove_node(empty),
@@ -259,8 +240,6 @@ def test_graphs_with_memory_nodes_are_fixed(rig: Rig, graph: GraphHandle) -> Non
         driver.graph_instantiate(graph)  # one at a time
     driver.exec_destroy(run)
     driver.exec_destroy(driver.graph_instantiate(graph))
-    driver.graph_destroy(graph)
-    driver.graph_destroy(outer)
 
 
 def test_free_nodes_are_for_alloc_nodes(rig: Rig, graph: GraphHandle) -> None:
@@ -268,7 +247,6 @@ def test_free_nodes_are_for_alloc_nodes(rig: Rig, graph: GraphHandle) -> None:
         pytest.skip("no memory nodes here")
     with refused(Status.INVALID_VALUE):
         rig.add(graph, (), FreeNodeParams(rig.zeros(4)))
-    rig.driver.graph_destroy(graph)
 
 
 # --- edges
@@ -295,7 +273,6 @@ def test_edges_are_added_once(rig: Rig, graph: GraphHandle) -> None:
         driver.graph_add_edges(graph, [Edge(a, b)])
     with refused(Status.INVALID_VALUE):
         driver.graph_add_edges(graph, [Edge(a, a)])
-    driver.graph_destroy(graph)
 
 
 def test_no_cycle_ever_runs(rig: Rig, graph: GraphHandle) -> None:
@@ -305,11 +282,10 @@ def test_no_cycle_ever_runs(rig: Rig, graph: GraphHandle) -> None:
     c = rig.add(graph, [b], EmptyNodeParams())
     with refused(Status.INVALID_VALUE):
         driver.graph_add_edges(graph, [Edge(c, a)])
-    driver.graph_destroy(graph)
 
 
 def test_edges_stay_inside_a_graph(rig: Rig, graph: GraphHandle) -> None:
-    driver, other = rig.driver, rig.driver.graph_create()
+    driver, other = rig.driver, rig.new_graph()
     here, there = rig.add(graph, (), EmptyNodeParams()), rig.add(other, (), EmptyNodeParams())
     with refused(Status.INVALID_VALUE):
         rig.add(graph, [there], EmptyNodeParams())
@@ -318,8 +294,6 @@ def test_edges_stay_inside_a_graph(rig: Rig, graph: GraphHandle) -> None:
     with refused(Status.INVALID_VALUE):
         driver.graph_add_edges(graph, [Edge(here, there)])
     assert driver.graph_nodes(graph) == (here,)
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 def test_programmatic_edges_keep_their_data(rig: Rig, graph: GraphHandle) -> None:
@@ -336,14 +310,14 @@ def test_programmatic_edges_keep_their_data(rig: Rig, graph: GraphHandle) -> Non
     with refused(Status.INVALID_VALUE):
         driver.graph_add_edges(graph, [Edge(fill, second, PROGRAMMATIC)])  # not from a kernel
     rig.run(graph)
-    driver.graph_destroy(graph)
 
 
 # --- clones and changes
 
 
-def test_a_clone_is_independent(rig: Rig, graph: GraphHandle) -> None:
+def test_a_clone_is_independent(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
+    graph = driver.graph_create()
     first = rig.add(graph, (), "fill", x, 2.0, 4)
     second = rig.add(graph, [first], "scale", x, 3.0, 4)
     clone = driver.graph_clone(graph)
@@ -363,11 +337,9 @@ def test_a_clone_is_independent(rig: Rig, graph: GraphHandle) -> None:
 
 def test_only_a_clone_has_the_nodes_twin(rig: Rig, graph: GraphHandle) -> None:
     driver = rig.driver
-    node, other = rig.add(graph, (), EmptyNodeParams()), driver.graph_create()
+    node, other = rig.add(graph, (), EmptyNodeParams()), rig.new_graph()
     with refused(Status.INVALID_VALUE):
         driver.node_in_clone(node, other)
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 def test_a_removed_node_takes_its_edges_along(rig: Rig, graph: GraphHandle) -> None:
@@ -378,7 +350,6 @@ def test_a_removed_node_takes_its_edges_along(rig: Rig, graph: GraphHandle) -> N
     driver.graph_remove_node(b)
     assert driver.graph_nodes(graph) == (a, c)
     assert rig.edges(graph) == {(0, 1)}
-    driver.graph_destroy(graph)
 
 
 def test_setting_what_a_node_does(rig: Rig, graph: GraphHandle) -> None:
@@ -397,7 +368,6 @@ def test_setting_what_a_node_does(rig: Rig, graph: GraphHandle) -> None:
     assert seen == [1]
     with refused(Status.INVALID_VALUE):
         driver.node_set_params(kernel, copy_of(y, x, 16))
-    driver.graph_destroy(graph)
 
 
 def test_a_kernel_may_become_another(rig: Rig, graph: GraphHandle) -> None:
@@ -406,14 +376,12 @@ def test_a_kernel_may_become_another(rig: Rig, graph: GraphHandle) -> None:
     rig.driver.node_set_params(node, rig.params("fill", x, 9.0, 3))
     rig.run(graph)
     assert rig.values(x, 4) == [9.0, 9.0, 9.0, 1.0]
-    rig.driver.graph_destroy(graph)
 
 
 def test_what_is_shown_but_not_made(rig: Rig, graph: GraphHandle) -> None:
     with pytest.raises((DriverError, ValueError)):
         rig.add(graph, (), OpaqueNodeParams("a semaphore"))
     assert rig.driver.graph_nodes(graph) == ()
-    rig.driver.graph_destroy(graph)
 
 
 def test_launch_settings_come_back(rig: Rig, graph: GraphHandle) -> None:
@@ -425,7 +393,6 @@ def test_launch_settings_come_back(rig: Rig, graph: GraphHandle) -> None:
     assert isinstance(read, KernelNodeParams)
     assert (read.config.grid, read.config.block) == ((3, 2, 1), (32, 2, 2))
     assert read.config.shared == 1024
-    driver.graph_destroy(graph)
 
 
 def test_nodes_in_a_body(rig: Rig, graph: GraphHandle) -> None:
@@ -446,4 +413,3 @@ def test_nodes_in_a_body(rig: Rig, graph: GraphHandle) -> None:
     with pytest.raises(DriverError):
         driver.graph_destroy(body)
     rig.run(graph)
-    driver.graph_destroy(graph)

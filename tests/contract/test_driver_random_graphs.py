@@ -96,7 +96,7 @@ def test_built_in_any_order(
 ) -> None:
     driver = rig.driver
     creation = data.draw(st.permutations(range(len(ops))))
-    graph = driver.graph_create()
+    graph = rig.new_graph()
     nodes: dict[int, NodeHandle] = {
         i: driver.graph_add_node(graph, (), params(rig, ops[i], buffers)) for i in creation
     }
@@ -104,7 +104,6 @@ def test_built_in_any_order(
     reset(rig, buffers)
     rig.run(graph)
     np.testing.assert_array_equal(read(rig, buffers), sequentially(ops))
-    driver.graph_destroy(graph)
 
 
 @EXAMPLES

@@ -23,7 +23,7 @@ def test_work_of_a_stream_runs_in_order(rig: Rig) -> None:
 
 def test_a_held_stream_holds_nobody_else(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    other = driver.stream_create()
+    other = rig.new_stream()
     with HeldStream(driver, rig.stream) as held:
         rig.launch("fill", x, 1.0, 4)
         rig.launch("increment", x, stream=other)
@@ -33,7 +33,6 @@ def test_a_held_stream_holds_nobody_else(rig: Rig) -> None:
         held.release()
         driver.stream_synchronize(rig.stream)
         assert driver.stream_query(rig.stream)
-    driver.stream_destroy(other)
 
 
 def test_host_functions_run_in_stream_order_on_another_thread(rig: Rig) -> None:
@@ -59,28 +58,26 @@ def test_a_host_function_that_raises_is_logged(rig: Rig, caplog: pytest.LogCaptu
 
 
 def test_an_event_never_recorded_counts_as_done(rig: Rig) -> None:
-    event = rig.driver.event_create()
+    event = rig.new_event()
     assert rig.driver.event_query(event)
     rig.driver.event_synchronize(event)
     rig.driver.stream_wait_event(rig.stream, event)
     rig.driver.stream_synchronize(rig.stream)
-    rig.driver.event_destroy(event)
 
 
 def test_an_event_marks_a_place_in_its_stream(rig: Rig) -> None:
-    driver, event = rig.driver, rig.driver.event_create()
+    driver, event = rig.driver, rig.new_event()
     with HeldStream(driver, rig.stream) as held:
         driver.event_record(event, rig.stream)
         assert not driver.event_query(event)
         held.release_after(0.02)
         driver.event_synchronize(event)
         assert driver.event_query(event)
-    driver.event_destroy(event)
 
 
 def test_another_stream_waits_for_an_event(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     with HeldStream(driver, rig.stream):
         rig.launch("fill", x, 5.0, 4)
         driver.event_record(event, rig.stream)
@@ -89,25 +86,21 @@ def test_another_stream_waits_for_an_event(rig: Rig) -> None:
         assert not driver.stream_query(other)
     driver.stream_synchronize(other)
     assert rig.values(x, 4) == [15.0] * 4
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_a_wait_is_for_the_record_before_it(rig: Rig) -> None:
     driver = rig.driver
-    other, event = driver.stream_create(), driver.event_create()
+    other, event = rig.new_stream(), rig.new_event()
     driver.event_record(event, other)
     driver.stream_wait_event(rig.stream, event)
     with HeldStream(driver, other):
         driver.event_record(event, other)  # a later record: the wait was for the one before
         driver.stream_synchronize(rig.stream)
-    driver.stream_destroy(other)
-    driver.event_destroy(event)
 
 
 def test_time_between_events(rig: Rig) -> None:
     driver = rig.driver
-    start, end = driver.event_create(timing=True), driver.event_create(timing=True)
+    start, end = rig.new_event(timing=True), rig.new_event(timing=True)
     driver.event_record(start, rig.stream)
     with HeldStream(driver, rig.stream) as held:
         driver.event_record(end, rig.stream)
@@ -116,32 +109,27 @@ def test_time_between_events(rig: Rig) -> None:
         held.release_after(0.03)
         driver.event_synchronize(end)
     assert 0.015 < driver.event_elapsed(start, end) < 10.0
-    for event in (start, end):
-        driver.event_destroy(event)
 
 
 def test_time_needs_timing_and_a_record(rig: Rig) -> None:
     driver = rig.driver
-    plain, timed = driver.event_create(), driver.event_create(timing=True)
+    plain, timed = rig.new_event(), rig.new_event(timing=True)
     driver.event_record(plain, rig.stream)
     with refused(Status.INVALID_HANDLE):
         driver.event_elapsed(plain, plain)
     with refused(Status.INVALID_HANDLE):
         driver.event_elapsed(timed, timed)
-    driver.event_destroy(plain)
-    driver.event_destroy(timed)
 
 
 def test_synchronize_waits_for_every_stream(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    other = driver.stream_create()
+    other = rig.new_stream()
     with HeldStream(driver, other) as held:
         rig.launch("fill", x, 7.0, 4, stream=other)
         held.release_after(0.02)
         driver.synchronize()
     assert driver.stream_query(other)
     assert rig.values(x, 4) == [7.0] * 4
-    driver.stream_destroy(other)
 
 
 def test_the_legacy_stream_works(rig: Rig) -> None:

@@ -76,17 +76,15 @@ def test_one_node_at_a_time(chain: Chain) -> None:
 
 
 def test_fills_may_change_value_and_element(rig: Rig) -> None:
-    driver, x, graph = rig.driver, rig.zeros(4), rig.driver.graph_create()
+    driver, x, graph = rig.driver, rig.zeros(4), rig.new_graph()
     node = rig.add(graph, (), words(x, 1, 4))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_set_params(run, node, words(x, 7, 2))
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4, "u4") == [7, 7, 0, 0]
     driver.exec_set_params(run, node, MemsetNodeParams(x, 9, 1, 4))
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4, "u4") == [0x09090909, 7, 0, 0]
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_event_nodes_may_change_their_event(rig: Rig) -> None:
@@ -160,13 +158,11 @@ def test_a_copy_to_another_kind_of_memory(chain: Chain) -> None:
 
 
 def test_flat_fills_stay_flat(rig: Rig) -> None:
-    driver, x, graph = rig.driver, rig.zeros(16), rig.driver.graph_create()
+    driver, x, graph = rig.driver, rig.zeros(16), rig.new_graph()
     node = rig.add(graph, (), words(x, 1, 4))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     with refused(Status.INVALID_VALUE):
         driver.exec_set_params(run, node, MemsetNodeParams(x, 1, 4, 2, height=2, pitch=16))
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 # --- on and off
@@ -198,12 +194,12 @@ def test_only_kernels_copies_and_fills_switch_off(chain: Chain) -> None:
 
 def test_nodes_inside_a_child(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
-    child, graph = driver.graph_create(), driver.graph_create()
+    child, graph = rig.new_graph(), rig.new_graph()
     original = rig.add(child, (), "fill", x, 2.0, 4)
     node = rig.add(graph, (), ChildGraphNodeParams(child))
     rig.add(graph, [node], "scale", x, 10.0, 4)
     embedded = driver.graph_nodes(driver.node_params(node).graph)[0]  # type: ignore[union-attr]
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_set_params(run, embedded, rig.params("fill", x, 3.0, 4))
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [30.0] * 4
@@ -212,9 +208,6 @@ def test_nodes_inside_a_child(rig: Rig) -> None:
     driver.exec_set_enabled(run, embedded, False)
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [300.0] * 4
-    driver.exec_destroy(run)
-    for each in (child, graph):
-        driver.graph_destroy(each)
 
 
 def test_a_whole_child_at_once(rig: Rig) -> None:
@@ -310,30 +303,26 @@ def test_another_kind_of_node_is_refused_and_named(rig: Rig) -> None:
 
     graph, _ = build(True)
     other, culprit = build(False)
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     outcome = driver.exec_update(run, other)
     assert outcome.verdict == UpdateVerdict.NODE_TYPE_CHANGED
     assert outcome.node == culprit
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
-    driver.exec_destroy(run)
     driver.graph_destroy(graph)
     driver.graph_destroy(other)
 
 
 def test_a_copy_of_other_dimensions_is_refused(rig: Rig) -> None:
     driver, x, y = rig.driver, rig.zeros(16), rig.zeros(16)
-    graph, other = driver.graph_create(), driver.graph_create()
+    graph, other = rig.new_graph(), rig.new_graph()
     rig.add(graph, (), copy_of(y, x, 16))
     deep = MemcpyNodeParams(y, x, 8, height=2, dst_pitch=16, src_pitch=16)
     culprit = rig.add(other, (), deep)
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     outcome = driver.exec_update(run, other)
     assert outcome.verdict == UpdateVerdict.PARAMETERS_CHANGED
     assert outcome.node == culprit
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 def test_an_update_reaches_into_children(rig: Rig) -> None:
@@ -348,14 +337,13 @@ def test_an_update_reaches_into_children(rig: Rig) -> None:
         driver.graph_destroy(child)
         return graph
 
-    run = driver.graph_instantiate(build(1.0))
+    run = rig.instantiate(build(1.0))
     assert driver.exec_update(run, build(2.0)).verdict == UpdateVerdict.SUCCESS
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
     assert driver.exec_update(run, build(3.0, extra=True)).verdict != UpdateVerdict.SUCCESS
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
-    driver.exec_destroy(run)
 
 
 def _in_clusters(rig: Rig, out: int, cluster: int | None) -> KernelNodeParams:
@@ -378,31 +366,26 @@ def test_an_update_keeps_the_cluster_size(rig: Rig, before: int | None, after: i
     driver, out = rig.driver, rig.zeros(1, "u4")
     if not driver.capabilities.clusters:
         pytest.skip("no device with clusters")
-    graph, other = driver.graph_create(), driver.graph_create()
+    graph, other = rig.new_graph(), rig.new_graph()
     rig.add(graph, (), _in_clusters(rig, out, before))
     rig.add(other, (), _in_clusters(rig, out, after))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     assert _cluster_seen(rig, run, out) == (before or 1)
     assert driver.exec_update(run, other).verdict == UpdateVerdict.SUCCESS
     assert _cluster_seen(rig, run, out) == (before or 1)
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (None, 2), (2, None)])
 def test_one_node_keeps_its_cluster_size(rig: Rig, before: int | None, after: int | None) -> None:
-    driver, out, graph = rig.driver, rig.zeros(1, "u4"), rig.driver.graph_create()
+    driver, out, graph = rig.driver, rig.zeros(1, "u4"), rig.new_graph()
     if not driver.capabilities.clusters:
         pytest.skip("no device with clusters")
     node = rig.add(graph, (), _in_clusters(rig, out, before))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     with refused(Status.NOT_SUPPORTED):
         driver.exec_set_params(run, node, _in_clusters(rig, out, after))
     driver.exec_set_params(run, node, _in_clusters(rig, out, before))
     assert _cluster_seen(rig, run, out) == (before or 1)
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
 
 
 def test_updating_with_nodes_that_are_gone(chain: Chain) -> None:
