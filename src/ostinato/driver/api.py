@@ -743,6 +743,21 @@ NodeParams: TypeAlias = (
     | OpaqueNodeParams
 )
 
+KINDS: dict[type[NodeParams], NodeKind] = {
+    KernelNodeParams: NodeKind.KERNEL,
+    MemcpyNodeParams: NodeKind.MEMCPY,
+    MemsetNodeParams: NodeKind.MEMSET,
+    HostNodeParams: NodeKind.HOST,
+    ChildGraphNodeParams: NodeKind.CHILD_GRAPH,
+    EmptyNodeParams: NodeKind.EMPTY,
+    EventWaitNodeParams: NodeKind.EVENT_WAIT,
+    EventRecordNodeParams: NodeKind.EVENT_RECORD,
+    AllocNodeParams: NodeKind.MEM_ALLOC,
+    FreeNodeParams: NodeKind.MEM_FREE,
+    BatchMemOpNodeParams: NodeKind.BATCH_MEM_OP,
+    ConditionalNodeParams: NodeKind.CONDITIONAL,
+}
+"""The kinds of the nodes that parameters make; without `OpaqueNodeParams`, which make none."""
 
 BODY_PARAMS = (
     KernelNodeParams,

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from ostinato.driver.api import (
+    KINDS,
     AllocNodeParams,
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
@@ -86,15 +87,6 @@ from ostinato.driver.cuda.nodes import (
 from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.driver.launcher import node_reader
 from ostinato.errors import ContextPoisonedError, DriverError, Status
-
-# Kinds of nodes whose parameters no call changes.
-_KINDS: dict[type[NodeParams], NodeKind] = {
-    EmptyNodeParams: NodeKind.EMPTY,
-    ChildGraphNodeParams: NodeKind.CHILD_GRAPH,
-    AllocNodeParams: NodeKind.MEM_ALLOC,
-    FreeNodeParams: NodeKind.MEM_FREE,
-    ConditionalNodeParams: NodeKind.CONDITIONAL,
-}
 
 # The calls that set a node's parameters: in a definition, and in an executable.
 _SETTERS: dict[type[NodeParams], tuple[str, str]] = {
@@ -407,49 +399,39 @@ class GraphCalls(StreamCalls, ModuleCalls):
         `number`: that of a host function.  `node`: the node that gets the parameters, None for a
         new node.
         """
-        context = self._context
+        if isinstance(params, OpaqueNodeParams):
+            raise self._refused(seam, f"this node can only be shown: {params.why}")
+        context, raw.type = self._context, KINDS[type(params)]
         match params:
             case KernelNodeParams():
-                raw.type = NodeKind.KERNEL
                 block = self._kernel_block(seam, params)
                 ctypes.memmove(byref(raw.kernel), block, ctypes.sizeof(raw.kernel))
                 return block
             case MemcpyNodeParams():
-                raw.type = NodeKind.MEMCPY
                 raw.memcpy.copyCtx = context
                 old = None if node is None else self._raw_memcpy(seam, node)
                 self._fill_memcpy(seam, raw.memcpy.copyParams, params, old)
             case MemsetNodeParams():
-                raw.type = NodeKind.MEMSET
                 fill_memset(raw.memset, params, context, seam)
             case HostNodeParams():
-                raw.type = NodeKind.HOST
                 given = (params.pointer, params.user_data)
                 if params.function is not None:
                     given = (self._host_functions.pointer, number)
                 raw.host.fn, raw.host.userData = given
             case ChildGraphNodeParams():
-                raw.type = NodeKind.CHILD_GRAPH
                 raw.graph.graph = params.graph
-            case EmptyNodeParams():
-                raw.type = NodeKind.EMPTY
             case EventRecordNodeParams():
-                raw.type = NodeKind.EVENT_RECORD
                 raw.eventRecord.event = params.event
             case EventWaitNodeParams():
-                raw.type = NodeKind.EVENT_WAIT
                 raw.eventWait.event = params.event
             case AllocNodeParams():
-                raw.type = NodeKind.MEM_ALLOC
                 raw.alloc.poolProps.allocType = _PINNED_ALLOCATION
                 raw.alloc.poolProps.location.type = _LOCATION_DEVICE
                 raw.alloc.poolProps.location.id = self._ordinal
                 raw.alloc.bytesize = params.nbytes
             case FreeNodeParams():
-                raw.type = NodeKind.MEM_FREE
                 raw.free.dptr = params.address
             case BatchMemOpNodeParams():
-                raw.type = NodeKind.BATCH_MEM_OP
                 operations = mem_op_array(params, seam)
                 raw.memOp.ctx, raw.memOp.count = context, len(operations)
                 raw.memOp.paramArray = ctypes.addressof(operations)
@@ -458,13 +440,10 @@ class GraphCalls(StreamCalls, ModuleCalls):
                 if params.kind is ConditionalKind.SWITCH or params.size > 1:
                     self._require_on(seam)
                     self._lib.require(cu.BRANCHES)
-                raw.type = NodeKind.CONDITIONAL
                 raw.conditional.handle = params.handle
                 raw.conditional.type = int(params.kind)
                 raw.conditional.size = params.size
                 raw.conditional.ctx = context
-            case OpaqueNodeParams():
-                raise self._refused(seam, f"this node can only be shown: {params.why}")
         return None
 
     def node_kind(self, node: NodeHandle) -> NodeKind:
@@ -623,7 +602,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
     def _fixed(self, seam: str, node: NodeHandle, params: NodeParams) -> DriverError:
         """Returns the error for parameters that cannot be set: a fixed or another kind of node."""
         kind = self.node_kind(node)
-        if _KINDS.get(type(params)) not in (None, kind):
+        if KINDS.get(type(params)) not in (None, kind):
             detail = f"it is a {kind.name} node, and {type(params).__name__} were given"
             return self._error(Status.INVALID_VALUE, seam, detail, node=node)
         return self._refused(

@@ -9,8 +9,8 @@ from graphlib import TopologicalSorter
 from random import Random
 
 from ostinato.driver.api import (
+    KINDS,
     AllocNodeParams,
-    BatchMemOpNodeParams,
     ChildGraphNodeParams,
     ConditionalHandle,
     ConditionalKind,
@@ -19,17 +19,12 @@ from ostinato.driver.api import (
     Edge,
     EdgeData,
     EdgeType,
-    EmptyNodeParams,
-    EventRecordNodeParams,
-    EventWaitNodeParams,
     FreeNodeParams,
     GraphHandle,
-    HostNodeParams,
     KernelNodeParams,
     LaunchAttributes,
     Link,
     MemcpyNodeParams,
-    MemsetNodeParams,
     NodeHandle,
     NodeKind,
     NodeParams,
@@ -38,21 +33,6 @@ from ostinato.driver.api import (
 from ostinato.driver.host.handles import HandleTable, invalid, new_handle, unsupported
 from ostinato.driver.host.memory import MemoryTable
 from ostinato.errors import DriverError
-
-KINDS: dict[type[NodeParams], NodeKind] = {
-    KernelNodeParams: NodeKind.KERNEL,
-    MemcpyNodeParams: NodeKind.MEMCPY,
-    MemsetNodeParams: NodeKind.MEMSET,
-    HostNodeParams: NodeKind.HOST,
-    ChildGraphNodeParams: NodeKind.CHILD_GRAPH,
-    EmptyNodeParams: NodeKind.EMPTY,
-    EventWaitNodeParams: NodeKind.EVENT_WAIT,
-    EventRecordNodeParams: NodeKind.EVENT_RECORD,
-    AllocNodeParams: NodeKind.MEM_ALLOC,
-    FreeNodeParams: NodeKind.MEM_FREE,
-    BatchMemOpNodeParams: NodeKind.BATCH_MEM_OP,
-    ConditionalNodeParams: NodeKind.CONDITIONAL,
-}
 
 MEMORY_KINDS = frozenset({NodeKind.MEM_ALLOC, NodeKind.MEM_FREE})
 # A graph with a node of these kinds has one executable at a time, no clone, and is no child.
