@@ -7,8 +7,13 @@ its own (`Context.collect`) checks `in_host_function` first.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from ostinato.driver.api import HostFailureListener
+
+_log = logging.getLogger("ostinato")
 
 
 class _Thread(threading.local):
@@ -28,10 +33,17 @@ def mark_thread() -> None:
     _thread.inside = True
 
 
-def run_host_function(function: Callable[[], object]) -> None:
-    """Calls a host function.  Raises its exceptions."""
+def run_host_function(
+    function: Callable[[], object], listeners: Iterable[HostFailureListener]
+) -> None:
+    """Calls a host function.  Logs its exception and passes it to the listeners: the thread is a
+    driver's, so nothing could catch it, and CUDA has no status for it."""
     before, _thread.inside = _thread.inside, True
     try:
         function()
+    except BaseException as error:
+        _log.exception("a host function of a stream or graph raised; the work after it goes on")
+        for listener in tuple(listeners):
+            listener(function, error)
     finally:
         _thread.inside = before

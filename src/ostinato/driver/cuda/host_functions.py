@@ -49,13 +49,8 @@ _CallbackType = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _run(registered: _Registered | None, number: int | None) -> None:
     if registered is None:
         _log.error("host function %s was called after it was given up; it did not run", number)
-        return
-    try:
-        run_host_function(registered.function)
-    except BaseException as error:  # the caller is the driver, in C: nothing could catch it
-        _log.exception("a host function in a stream or graph raised")
-        for listener in tuple(registered.listeners):
-            listener(registered.function, error)
+    else:
+        run_host_function(registered.function, registered.listeners)
 
 
 def _run_kept(number: int | None) -> None:

@@ -5,9 +5,9 @@ The same steps run eagerly on a stream and as nodes of a graph.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -26,14 +26,13 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     NodeParams,
 )
+from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.host.definition import refuse_opaque
 from ostinato.driver.host.handles import HandleTable, invalid
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.host.modules import LoadedFunction
 from ostinato.driver.host.queue import HostContext
 from ostinato.driver.host.streams import HostEvent
-
-logger = logging.getLogger(__name__)
 
 Step: TypeAlias = Callable[[], object]
 
@@ -129,7 +128,7 @@ class WorkCompiler:
                 return _memset_step(self.context, params)
             case HostNodeParams():
                 assert params.function is not None, "checked when it was submitted or added"
-                return _host_step(self.context, params.function)
+                return partial(run_host_function, params.function, self.context.listeners)
             case BatchMemOpNodeParams():
                 return _batch_step(self.context, params.operations)
             case _:
@@ -241,19 +240,6 @@ def _memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
     def step() -> None:
         for row in range(height):
             view(dst + row * pitch, width * size, "memset").view(dtype).fill(value)
-
-    return step
-
-
-def _host_step(context: HostContext, function: Callable[[], object]) -> Step:
-    def step() -> None:
-        try:
-            function()
-        except BaseException as error:
-            # The caller has gone on and cannot catch it.  CUDA has no status for it either.
-            logger.exception("a host function raised; the stream goes on")
-            for listener in tuple(context.listeners):
-                listener(function, error)
 
     return step
 
