@@ -21,8 +21,9 @@ from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
+    UpdateVerdict,
 )
-from ostinato.driver.cuda.kept import Fate, attribute_fates
+from ostinato.driver.cuda.faults import FAULTS, Verdict
 from ostinato.errors import UpdateRefusedError
 from tests.emulator.stub import Stub, build, stub_device
 from tests.sources import kernel
@@ -331,25 +332,29 @@ def test_a_kernel_with_a_secret_is_replaced_by_itself_only(library: Path, launch
             foreign.ours().instantiate().update(foreign.ours(function=0x78))
 
 
+def probed(device: Device) -> str:
+    """What the probe of the fault says that an executable kept."""
+    (fault,) = (fault for fault in FAULTS if fault.name == "update-keeps-attributes")
+    found = fault.probe(device.driver)  # type: ignore[arg-type]
+    assert found.verdict is Verdict.PRESENT
+    return found.detail
+
+
 def test_what_this_driver_keeps_is_found(library: Path) -> None:
-    """The stub keeps every attribute, tells each, and refuses none."""
+    """The stub keeps the cluster size, and refuses nothing."""
     with stub_device(library) as stub:
-        fates = attribute_fates(stub.device.driver)
-    assert len(fates) == 8
-    assert all(fate.read_back for fate in fates)
-    assert {fate.attribute: fate.update for fate in fates}["cluster size"] is Fate.KEPT
-    assert {fate.update for fate in fates} == {Fate.KEPT, Fate.UNSEEN}
-    assert {fate.set_params for fate in fates} == {Fate.KEPT, Fate.UNSEEN}
+        assert probed(stub.device).count("SUCCESS, and the kernel has the old value") == 2
 
 
 @pytest.mark.gpu
 def test_what_the_gpus_driver_keeps(cuda_device: Device) -> None:
     """Another answer of a newer driver means that the library refuses what it need not."""
-    fates = {fate.attribute: fate for fate in attribute_fates(cuda_device.driver)}
-    for fate in fates.values():
-        print(fate)  # for the table of known faults
-    size = fates["cluster size"]
-    assert size.read_back
-    assert size.update is size.set_params is Fate.KEPT
+    driver, seen = cuda_device.driver, Seen(cuda_device)
+    made = seen.plain(2)
+    assert driver.node_params(made.nodes()[0].handle).config.cluster == (2, 1, 1)  # type: ignore[union-attr]
+    assert probed(cuda_device).count("SUCCESS, and the kernel has the old value") == 2
     # Documented for cuGraphExecUpdate, and what the host driver does.
-    assert fates["cooperative"].update is Fate.REFUSED
+    run = driver.graph_instantiate(seen.plain().handle)
+    outcome = driver.exec_update(run, seen.plain(cooperative=True).handle)
+    driver.exec_destroy(run)
+    assert outcome.verdict is not UpdateVerdict.SUCCESS

@@ -37,15 +37,16 @@ from ostinato.driver.api import (
     ExecHandle,
     GraphHandle,
     Image,
+    KernelArguments,
     KernelNodeParams,
     LaunchConfig,
     MemsetNodeParams,
     NodeHandle,
     NodeParams,
     StreamHandle,
+    UpdateVerdict,
 )
 from ostinato.driver.cuda.driver import CudaDriver
-from ostinato.driver.cuda.kept import Fate, attribute_fates
 from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError, OstinatoError
 
@@ -110,6 +111,26 @@ WAITING:
     ret;
 }}
 """
+
+_CLUSTER_PTX = """
+.version 7.8
+.target sm_90
+.address_size 64
+
+// Writes how many blocks its cluster has.
+.visible .entry cluster(.param .u64 out)
+{
+    .reg .u32 %r<2>;
+    .reg .u64 %t<2>;
+    ld.param.u64 %t1, [out];
+    cvta.to.global.u64 %t1, %t1;
+    mov.u32 %r1, %cluster_nctaid.x;
+    st.global.u32 [%t1], %r1;
+    ret;
+}
+"""
+_APPLIED = "the kernel has the new value"
+_KEPT = "SUCCESS, and the kernel has the old value"
 
 _SIGNATURES = {
     "nothing": "",
@@ -234,14 +255,42 @@ class _Bench:
     "a whole update reports success and keeps the old launch attributes",
 )
 def _update_keeps_attributes(driver: CudaDriver) -> ProbeResult:
-    sizes = [fate for fate in attribute_fates(driver) if fate.attribute == "cluster size"]
-    if not sizes:
+    if not driver.capabilities.clusters:
         return _not_applicable("this GPU has no clusters")
-    (size,) = sizes
+    bench = _Bench(driver)
+    module = driver.module_load(Image("ptx", _CLUSTER_PTX.encode()))
+    function = driver.module_function(module, "cluster")
+    driver.function_load(function)
+    layout = driver.layout_of(function)
+    data = bench.word(0).to_bytes(8, "little").ljust(layout[-1].offset + layout[-1].size, b"\0")
+    two, four = (
+        KernelNodeParams(function, LaunchConfig(8, 32, cluster=n), KernelArguments(data, layout))
+        for n in (2, 4)
+    )
+    (graph, (node,)), (other, _) = bench.chain(two), bench.chain(four)
+
+    def update(run: ExecHandle) -> bool:
+        return driver.exec_update(run, other).verdict is UpdateVerdict.SUCCESS
+
+    def set_params(run: ExecHandle) -> bool:
+        driver.node_set_params(node, four)  # else `CudaDriver` refuses the next call
+        with suppress(DriverError):
+            driver.exec_set_params(run, node, four)
+            return True
+        return False
+
+    told = []
+    for change in (update, set_params):
+        run = driver.graph_instantiate(graph)
+        bench.run(run)
+        taken = change(run)
+        bench.run(run)
+        new = bench.read(0) == 4
+        told.append((_APPLIED if new else _KEPT) if taken else "refused")
     return _either(
-        Fate.KEPT in (size.update, size.set_params),
+        _KEPT in told,
         "a kernel was launched in clusters of 2, and asked for 4: "
-        f"by an update {size.update.value}, by the node's parameters {size.set_params.value}",
+        f"by an update {told[0]}, by the node's parameters {told[1]}",
     )
 
 
