@@ -374,14 +374,14 @@ class Signature(_LaidOut):
     def pack_one(parameter: Parameter, value: object, space: Space | None = None) -> bytes:
         """Returns the bytes of one argument.  Raises InputError if the value does not fit the type,
         and for memory of another type or device."""
+        what = f"parameter {parameter.name!r}"
         if parameter.pointer:
             address, held = _memory(value)
             if address is None:
                 raise InputError(
-                    f"parameter {parameter.name!r} is a pointer; {type(value).__name__} has no "
-                    "device address (give a Buffer, an array on the device, or an address)"
+                    f"{what} is a pointer; {type(value).__name__} has no device address (give a "
+                    "Buffer, an array on the device, or an address)"
                 )
-            what = f"parameter {parameter.name!r}"
             if space is not None:
                 space.require(value, what, "the kernel is of")
             if held is not None and not _agrees(held, parameter.dtype):
@@ -389,15 +389,14 @@ class Signature(_LaidOut):
             return _address_bytes(address, what)
         if parameter.type == "bytes":
             if isinstance(value, np.generic | np.ndarray):
-                value = _array_bytes(value, f"parameter {parameter.name!r}")
+                value = _array_bytes(value, what)
             elif isinstance(value, memoryview):
                 value = value.tobytes()  # whose length is in bytes
             if not isinstance(value, bytes | bytearray) or len(value) != parameter.size:
                 given = len(value) if isinstance(value, bytes | bytearray) else type(value).__name__
-                what = f"parameter {parameter.name!r}"
                 raise InputError(f"{what} takes exactly {parameter.size} bytes, not {given}")
             return bytes(value)
-        return exact_bytes(parameter.dtype, value, f"parameter {parameter.name!r}")
+        return exact_bytes(parameter.dtype, value, what)
 
 
 def _wrong_type(parameter: Parameter, held: np.dtype[Any]) -> str:
@@ -548,15 +547,13 @@ def exact_bytes(dtype: np.dtype[Any], value: object, what: str) -> bytes:
             return exact_array(dtype, value).tobytes()
         except InputError as error:
             raise InputError(f"{what}: {error}") from None
-    if isinstance(value, np.generic) and value.dtype != dtype and value.dtype.kind != "b":
-        if not np.can_cast(value.dtype, dtype, "safe"):
+    if isinstance(value, np.generic):
+        if value.dtype.kind != "b" and not np.can_cast(value.dtype, dtype, "safe"):
             plain = "int" if dtype.kind in "iu" else "float"
             raise InputError(
                 f"{what} takes {dtype.name}; {value.dtype.name} does not fit safely "
                 f"(give {plain}(value))"
             )
-        value = value.item()
-    if isinstance(value, np.generic):
         value = value.item()
     if not isinstance(value, int | float):
         raise InputError(f"{what} takes a number ({dtype_name(dtype)}), not {type(value).__name__}")
@@ -614,13 +611,12 @@ def exact_array(dtype: np.dtype[Any], values: npt.ArrayLike) -> npt.NDArray[Any]
         _require_numbers(dtype, given)
     elif not np.can_cast(given.dtype, dtype, "safe"):
         raise InputError(f"{dtype.name} is needed, not {given.dtype.name}")
-    if wanted not in "fc" or given.dtype == dtype:
-        return np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)
     with np.errstate(over="ignore"):
         made = np.ascontiguousarray(given, dtype=dtype).reshape(given.shape)
-    lost = np.isinf(made) & np.isfinite(given)
-    if lost.any():
-        raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
+    if wanted in "fc" and given.dtype != dtype:
+        lost = np.isinf(made) & np.isfinite(given)
+        if lost.any():
+            raise InputError(f"{given[lost][0]} is outside {_bounds(dtype)}")
     return made
 
 

@@ -43,6 +43,7 @@ from ostinato.driver.api import (
     MemsetNodeParams,
     NodeHandle,
     NodeParams,
+    ParameterSlot,
     StreamHandle,
     UpdateVerdict,
 )
@@ -261,7 +262,7 @@ def _update_keeps_attributes(driver: CudaDriver) -> ProbeResult:
     module = driver.module_load(Image("ptx", _CLUSTER_PTX.encode()))
     function = driver.module_function(module, "cluster")
     driver.function_load(function)
-    layout = driver.layout_of(function)
+    layout = driver.layout_of(function) or (ParameterSlot(0, 8),)
     data = bench.word(0).to_bytes(8, "little").ljust(layout[-1].offset + layout[-1].size, b"\0")
     two, four = (
         KernelNodeParams(function, LaunchConfig(8, 32, cluster=n), KernelArguments(data, layout))

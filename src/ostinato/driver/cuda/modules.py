@@ -209,14 +209,13 @@ class ModuleCalls(CudaCalls):
             self.module_unload(fresh)
         for variable in differing:
             if not same_content(variable, now, first):
-                raise self._error(
-                    Status.NOT_FOUND,
-                    seam,
+                found = self._in_short(now[variable][1], first.get(variable, (0, b""))[1])
+                detail = (
                     f"the module of {name} has a variable, {variable}, that was changed after "
                     "it was loaded, and a file has its first value alone; keep the value in a "
-                    "buffer, and give the kernel its address "
-                    f"({self._in_short(now[variable][1], first.get(variable, (0, b''))[1])})",
+                    f"buffer, and give the kernel its address ({found})"
                 )
+                raise self._error(Status.NOT_FOUND, seam, detail)
 
     def _in_short(self, content: bytes, first: bytes) -> str:
         """Describes the content of a changed variable."""
@@ -257,13 +256,12 @@ class ModuleCalls(CudaCalls):
             looks = self._looks(function)
             found = [data for data in found if self._looks_in(data, name) == looks]
         if len(found) != 1:
-            raise self._error(
-                Status.NOT_FOUND,
-                "function_code",
+            detail = (
                 f"{len(found)} modules have a kernel {name} with the same registers, memory and "
                 "parameters, so which of them was captured is not known; capture in a process "
-                "that loads only one of them",
+                "that loads only one of them"
             )
+            raise self._error(Status.NOT_FOUND, "function_code", detail)
         return Image("cubin", found[0])
 
     def _looks(self, function: int) -> tuple[object, ...]:

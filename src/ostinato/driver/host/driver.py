@@ -426,9 +426,8 @@ class HostDriver:
         with self._entered("stream_destroy") as call:
             target = self._streams.find(call, stream)
             if target.handle == 0:
-                raise driver_error(
-                    Status.INVALID_HANDLE, call, "the legacy stream cannot be destroyed"
-                )
+                detail = "the legacy stream cannot be destroyed"
+                raise driver_error(Status.INVALID_HANDLE, call, detail)
             self._captures.drop_stream(target)
             target.destroyed = True
             del self._streams[stream]

@@ -338,12 +338,9 @@ class Executable:
         assert node.child is not None
         outcome = _compare(node.child, new, self._memory.is_pinned)
         if outcome is not _SUCCESS:
-            raise driver_error(
-                Status.GRAPH_EXEC_UPDATE_FAILURE,
-                call,
-                f"the child graph differs ({outcome.verdict.name})",
-                node=node.original,
-            )
+            failure = Status.GRAPH_EXEC_UPDATE_FAILURE
+            detail = f"the child graph differs ({outcome.verdict.name})"
+            raise driver_error(failure, call, detail, node=node.original)
         _adopt(node.child, new)
         self._recompile(node)
         self._survey_conditions()

@@ -137,11 +137,8 @@ class MemoryTable:
 
     def _refuse_more(self, call: str, nbytes: int) -> None:
         if nbytes > self.free:
-            raise driver_error(
-                Status.OUT_OF_MEMORY,
-                call,
-                f"{nbytes} bytes wanted, {self.free} of {self.total} are free",
-            )
+            detail = f"{nbytes} bytes wanted, {self.free} of {self.total} are free"
+            raise driver_error(Status.OUT_OF_MEMORY, call, detail)
 
     def add(self, allocation: Allocation, call: str) -> None:
         """Makes an allocation live, with poisoned content.  Pinned memory is not device memory."""
@@ -323,11 +320,8 @@ class MemoryTable:
         """Returns bytes for running work.  Raises ILLEGAL_ADDRESS, which poisons the driver."""
         allocation = self.find(address)
         if allocation is None or address + nbytes > allocation.address + allocation.nbytes:
-            raise driver_error(
-                Status.ILLEGAL_ADDRESS,
-                what,
-                f"{nbytes} bytes at {address:#x} are not all in one live allocation",
-            )
+            detail = f"{nbytes} bytes at {address:#x} are not all in one live allocation"
+            raise driver_error(Status.ILLEGAL_ADDRESS, what, detail)
         start = address - allocation.address
         return allocation.data[start : start + nbytes]
 
@@ -351,19 +345,14 @@ class MemoryTable:
         if address == 0:
             return None
         allocation = self.find(address) or self._ending_at(address)
+        what = f"argument {pointer.name!r} = {address:#x}"
         if allocation is None:
-            raise driver_error(
-                Status.ILLEGAL_ADDRESS,
-                kernel.name,
-                f"argument {pointer.name!r} = {address:#x} is in no live allocation",
-            )
+            detail = f"{what} is in no live allocation"
+            raise driver_error(Status.ILLEGAL_ADDRESS, kernel.name, detail)
         itemsize = pointer.dtype.itemsize
         if address % itemsize:
-            raise driver_error(
-                Status.MISALIGNED_ADDRESS,
-                kernel.name,
-                f"argument {pointer.name!r} = {address:#x} is not aligned to {itemsize}",
-            )
+            detail = f"{what} is not aligned to {itemsize}"
+            raise driver_error(Status.MISALIGNED_ADDRESS, kernel.name, detail)
         start = address - allocation.address
         stop = start + (allocation.nbytes - start) // itemsize * itemsize
         view = allocation.data[start:stop].view(pointer.dtype)

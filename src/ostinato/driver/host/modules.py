@@ -127,17 +127,13 @@ class HostModule:
 
     def __init__(self, call: str, image: Image) -> None:
         """Raises INVALID_IMAGE for an image without kernels of the host."""
-        if image.kind != "host":
-            raise driver_error(
-                Status.INVALID_IMAGE, call, f"the host driver takes no {image.kind!r} image"
-            )
+        _require_host(call, image.kind)
         self.handle = ModuleHandle(new_handle())
         self.functions: dict[str, LoadedFunction] = {}
         for name, kernel in image.functions.items():
             if not isinstance(kernel, HostKernel):
-                raise driver_error(
-                    Status.INVALID_IMAGE, call, f"{name!r} is no HostKernel (use @host_kernel)"
-                )
+                detail = f"{name!r} is no HostKernel (use @host_kernel)"
+                raise driver_error(Status.INVALID_IMAGE, call, detail)
             info = FunctionInfo(name, kernel.layout, kernel.max_threads, 0, kernel.static_shared, 0)
             handle = FunctionHandle(new_handle())
             self.functions[name] = LoadedFunction(handle, kernel, info, kernel.function)
@@ -147,9 +143,8 @@ class HostModule:
         found = self.functions.get(name)
         if found is None:
             known = ", ".join(self.functions) or "nothing"
-            raise driver_error(
-                Status.NOT_FOUND, call, f"{name!r} is not in the module, which has {known}"
-            )
+            detail = f"{name!r} is not in the module, which has {known}"
+            raise driver_error(Status.NOT_FOUND, call, detail)
         return found
 
     def unload(self) -> None:
@@ -157,12 +152,15 @@ class HostModule:
             function.unload()
 
 
+def _require_host(call: str, kind: str) -> None:
+    if kind != "host":
+        detail = f"the host driver takes no {kind!r} image"
+        raise driver_error(Status.INVALID_IMAGE, call, detail)
+
+
 def image_of(call: str, code: FunctionCode) -> Image:
     """Returns an image.  Raises INVALID_IMAGE for other code, and for a kernel not found here."""
-    if code.kind != "host":
-        raise driver_error(
-            Status.INVALID_IMAGE, call, f"the host driver takes no {code.kind!r} image"
-        )
+    _require_host(call, code.kind)
     try:
         return Image("host", functions={code.name: kernel_at(code.target)})
     except InputError as error:

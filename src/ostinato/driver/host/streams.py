@@ -62,16 +62,14 @@ class HostStream:
         capture = self.capture
         if capture is not None:
             capture.broken = True
-            raise driver_error(
-                Status.STREAM_CAPTURE_UNSUPPORTED, call, f"stream {self.handle:#x} is capturing"
-            )
+            detail = f"stream {self.handle:#x} is capturing"
+            raise driver_error(Status.STREAM_CAPTURE_UNSUPPORTED, call, detail)
 
     def check_can_begin(self, call: str) -> None:
         """Raises 906 for the legacy stream, 401 for a stream that captures."""
         if self.handle == 0:
-            raise driver_error(
-                Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot capture"
-            )
+            detail = "the legacy stream cannot capture"
+            raise driver_error(Status.STREAM_CAPTURE_IMPLICIT, call, detail)
         if self.capture is not None:
             raise driver_error(Status.ILLEGAL_STATE, call, "the stream captures already")
 
@@ -115,11 +113,8 @@ class HostStream:
             if event.mark is None:
                 return  # never recorded: nothing to wait for
             capture.broken = True
-            raise driver_error(
-                Status.STREAM_CAPTURE_ISOLATION,
-                call,
-                "the event was recorded outside of the capture",
-            )
+            detail = "the event was recorded outside of the capture"
+            raise driver_error(Status.STREAM_CAPTURE_ISOLATION, call, detail)
         if mark.capture is not capture:
             capture.broken = True
             if mark.capture.ended:
@@ -138,9 +133,8 @@ class HostStream:
             raise invalid(call, "the event was recorded in a capture that is broken")
         if self.handle == 0:
             capture.broken = True
-            raise driver_error(
-                Status.STREAM_CAPTURE_IMPLICIT, call, "the legacy stream cannot join a capture"
-            )
+            detail = "the legacy stream cannot join a capture"
+            raise driver_error(Status.STREAM_CAPTURE_IMPLICIT, call, detail)
         self.dependencies = mark.dependencies
         capture.streams.append(self)
         self.capture = capture
@@ -333,11 +327,8 @@ class HostCaptures:
             raise driver_error(Status.ILLEGAL_STATE, call, "the stream does not capture")
         if capture.origin is not stream:
             capture.broken = True
-            raise driver_error(
-                Status.STREAM_CAPTURE_UNMATCHED,
-                call,
-                f"stream {capture.origin.handle:#x} began the capture",
-            )
+            detail = f"stream {capture.origin.handle:#x} began the capture"
+            raise driver_error(Status.STREAM_CAPTURE_UNMATCHED, call, detail)
         if capture.mode != CaptureMode.RELAXED and capture.thread != threading.get_ident():
             # CUDA ends the capture even so, and drops its graph.
             self._finish(capture, keep=False)
