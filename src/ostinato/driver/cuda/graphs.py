@@ -628,7 +628,8 @@ class GraphCalls(StreamCalls, ModuleCalls):
         self, seam: str, params: KernelNodeParams, node: int | None = None
     ) -> ctypes.Array[ctypes.c_char]:
         """Returns a block of a CUDA_KERNEL_NODE_PARAMS_v2 and the memory that it points to."""
-        self._check_arguments(seam, params.function, params.arguments, node)
+        layout, data = params.arguments.layout, params.arguments.data
+        self._check_sizes(seam, params.function, len(layout), len(data), node)
         try:
             return node_block(params, self._context)
         except struct.error as error:

@@ -343,7 +343,7 @@ class ModuleCalls(CudaCalls):
     ) -> PreparedLaunch:
         """Checks the arguments, and keeps the launch for the same arguments."""
         seam = "launch_kernel"
-        self._check_arguments(seam, function, arguments)
+        self._check_sizes(seam, function, len(arguments.layout), len(arguments.data))
         attributes = None if config.plain else attributes_of(config)
         given = (0, 0) if attributes is None else (attributes.address, attributes.count)
         target = self._target(function)
@@ -360,11 +360,6 @@ class ModuleCalls(CudaCalls):
             self._prepared.clear()
         self._prepared[id(arguments)] = made
         return made
-
-    def _check_arguments(
-        self, seam: str, function: int, arguments: KernelArguments, node: int | None = None
-    ) -> None:
-        self._check_sizes(seam, function, len(arguments.layout), len(arguments.data), node)
 
     def _check_sizes(
         self, seam: str, function: int, given: int, nbytes: int, node: int | None = None
