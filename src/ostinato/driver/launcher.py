@@ -12,6 +12,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -117,6 +118,7 @@ class PythonSeat:
             return not self.leases
 
 
+@dataclass(eq=False, repr=False)
 class PythonRepeat:
     """A call that repeats the last replay, as long as its arguments and guards are unchanged.
 
@@ -131,24 +133,15 @@ class PythonRepeat:
     `table`; `release` is called with a seat that has left and whose last lease has ended.
     """
 
-    def __init__(
-        self,
-        lock: Any,
-        answer: object,
-        guarded: tuple[tuple[object, str], ...],
-        table: Any,
-        touch: Callable[[Any], object],
-        release: Callable[[Any], object],
-    ) -> None:
-        self._lock = lock
-        self._answer = answer
-        self._guarded = guarded
-        self._table = table
-        self._touch = touch
-        self._release = release
-        self._armed: tuple[Any, ...] | None = None
-        self.left = 0
-        self._count = 0
+    lock: Any
+    answer: object
+    guarded: tuple[tuple[object, str], ...]
+    table: Any
+    touch: Callable[[Any], object]
+    release: Callable[[Any], object]
+    left: int = field(default=0, init=False)
+    _armed: tuple[Any, ...] | None = field(default=None, init=False)
+    _count: int = field(default=0, init=False)
 
     def arm(
         self,
@@ -179,25 +172,25 @@ class PythonRepeat:
         for size in given.values():
             if type(size) is not int:  # True and 3.0 are equal to whole numbers
                 return None
-        with self._lock:
+        with self.lock:
             if self._armed is not armed:  # another thread's call came in between
                 return None
             _, wanted, seat, launcher, stream = armed
-            for (thing, name), value in zip(self._guarded, wanted, strict=True):
+            for (thing, name), value in zip(self.guarded, wanted, strict=True):
                 if getattr(thing, name) is not value:
                     return None
             if launcher._hot[0] is not stream or not seat.lease():
                 return None
             try:
-                if self._table.latest is not seat:
-                    self._touch(seat)
+                if self.table.latest is not seat:
+                    self.touch(seat)
                 launcher.launch(stream)
                 self.left -= 1
                 self._count += 1
             finally:
                 if seat.release():
-                    self._release(seat)
-            return self._answer
+                    self.release(seat)
+            return self.answer
 
 
 _extension, _missing = load_extension("ostinato.driver._launch")
