@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,11 @@ def as_numpy(
     """Returns a writable C-order array over memory, without a copy; it keeps `owner` alive."""
     if 0 in shape:
         return np.empty(shape, dtype)
-    return np.asarray(_Memory(address, shape, dtype, owner))
-
-
-class _Memory:
-    def __init__(
-        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
-    ) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "shape": shape,
-            "typestr": dtype.str,
-            "descr": dtype.descr,
-            "data": (address, False),
-            "version": 3,
-        }
+    interface = {
+        "shape": shape,
+        "typestr": dtype.str,
+        "descr": dtype.descr,
+        "data": (address, False),
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface, owner=owner))

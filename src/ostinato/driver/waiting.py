@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 
 
 async def wait_in_thread(wait: Callable[[], None]) -> None:
@@ -15,26 +14,17 @@ async def wait_in_thread(wait: Callable[[], None]) -> None:
     dropped.  The thread does not keep the process from ending.
     """
     import asyncio  # here, since it takes tens of milliseconds to import
+    from concurrent.futures import Future
 
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
-
-    def tell(error: Exception | None) -> None:
-        if done.done():  # cancelled
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    done = Future[None]()
+    done.set_running_or_notify_cancel()  # cancelling the task does not cancel this
 
     def work() -> None:
-        failed: Exception | None = None
         try:
             wait()
+            done.set_result(None)
         except Exception as error:
-            failed = error
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, failed)
+            done.set_exception(error)
 
     threading.Thread(target=work, name="ostinato wait_async", daemon=True).start()
-    await done
+    await asyncio.wrap_future(done)
