@@ -333,7 +333,7 @@ def test_a_kernel_with_a_secret_is_replaced_by_itself_only(library: Path, launch
 
 
 def probed(device: Device) -> str:
-    """What the probe of the fault says that an executable kept."""
+    """The detail of the probe, which must find the fault."""
     (fault,) = (fault for fault in FAULTS if fault.name == "update-keeps-attributes")
     found = fault.probe(device.driver)  # type: ignore[arg-type]
     assert found.verdict is Verdict.PRESENT

@@ -252,10 +252,6 @@ def _dim3(value: int | Sequence[int], what: str) -> Dim3:
     return (x, y, z)
 
 
-def _shared_bytes(value: int | str) -> int:
-    return value if type(value) is int and value >= 0 else parse_bytes(value, "shared")
-
-
 def not_null(handle: H, what: str) -> H:
     """Returns a driver's handle.  Raises GraphError for 0, returned without an error."""
     if not handle:
@@ -367,7 +363,7 @@ class LaunchConfig(_LaunchFields):
             self,
             _dim3(grid, "grid"),
             _dim3(block, "block"),
-            _shared_bytes(shared),
+            shared if type(shared) is int and shared >= 0 else parse_bytes(shared, "shared"),
             None if cluster is None else _dim3(cluster, "cluster"),
             bool(cooperative),
             bool(programmatic),
