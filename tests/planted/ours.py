@@ -376,8 +376,8 @@ _FAULTS = (
         "escaped-launch",
         "A step launches on a stream outside of its capture; the graph lacks that work.",
         "ostinato.graph.capturing:_Session.entering",
-        "if outside:",
-        "if False:",
+        "if self.contained and work and",
+        "if False and",
         (
             FOOTGUNS + "captures.py::test_work_on_another_stream_is_not_lost",
             FOOTGUNS + "captures.py::test_half_the_work_on_another_stream_is_not_lost",
@@ -779,8 +779,8 @@ _FAULTS = (
     Fault(
         "set-copy-is-dropped",
         "An executable does not keep the buffers that a copy was set to.",
-        "ostinato.graph.executable:GraphExec._set_copy",
-        '(("dst", dst), ("src", src))',
+        "ostinato.graph.executable:GraphExec._set_row",
+        "tuple(buffers.items())",
         "()",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
     ),

@@ -103,6 +103,11 @@ class _Record:
     stream: int
 
 
+def _broken_at(location: str | None, why: str) -> CaptureBrokenError:
+    place = location or "unknown line"
+    return CaptureBrokenError(f"the capture was broken at {place}: {why}", location=place)
+
+
 class _Session(Tap):
     """One capture in the driver, and the tap that follows the work in it.
 
@@ -269,14 +274,13 @@ class _Session(Tap):
         """
         for owner, record in list(self.records.items()):
             params = EventRecordNodeParams(record.event)
-            location = "unknown line" if record.line is None else describe_line(*record.line)
+            location = None if record.line is None else describe_line(*record.line)
             if self.contained and record.made_inside:
-                raise CaptureBrokenError(
-                    f"the capture was broken at {location}: the event that is recorded there was "
-                    "made in the run and is in use after it. Replays make no other, so all would "
-                    "record this one. Make an event before, and record that one "
-                    "(stream.record(event)).",
-                    location=location,
+                raise _broken_at(
+                    location,
+                    "the event that is recorded there was made in the run and is in use after it. "
+                    "Replays make no other, so all would record this one. Make an event before, "
+                    "and record that one (stream.record(event)).",
                 )
             try:
                 node = graph.add(params, after=record.after, keep=(owner,), line=record.line)
@@ -285,12 +289,11 @@ class _Session(Tap):
             except GraphError as error:
                 if isinstance(error.__cause__, ContextPoisonedError | OutOfMemoryError):
                     raise error.__cause__ from None
-                raise CaptureBrokenError(
-                    f"the capture was broken at {location}: an event was recorded there that is "
-                    f"still in use after the capture, and the graph cannot record it: {error}. "
-                    "Record it before or after, or let go of it inside the capture "
-                    "(side.wait(stream.record())).",
-                    location=location,
+                raise _broken_at(
+                    location,
+                    "an event was recorded there that is still in use after the capture, and the "
+                    f"graph cannot record it: {error}. Record it before or after, or let go of it "
+                    "inside the capture (side.wait(stream.record())).",
                 ) from error
 
     def _take_back(self, into: Graph, before: frozenset[NodeHandle]) -> None:
@@ -336,10 +339,8 @@ class _Session(Tap):
                     "until the capture has ended"
                 )
             return
-        outside = (
-            self.contained and kind in (CallKind.WORK, CallKind.ONCE) and not self._holds(stream)
-        )
-        if outside:
+        work = kind in (CallKind.WORK, CallKind.ONCE)
+        if self.contained and work and not self._holds(stream):
             self._refuse(
                 f"{what} went to {stream!r}, which is not in the capture, so the graph would lack "
                 f"it; it did not run. {_INSIDE}"
@@ -347,10 +348,7 @@ class _Session(Tap):
 
     def _refuse(self, why: str) -> NoReturn:
         """Refuses work that the graph would lack: now, and at the end if the error is caught."""
-        location = caller_location()
-        self.refusal = self.refusal or CaptureBrokenError(
-            f"the capture was broken at {location}: {why}", location=location
-        )
+        self.refusal = self.refusal or _broken_at(caller_location(), why)
         raise self.refusal
 
     def _holds(self, stream: Stream) -> bool:
@@ -382,10 +380,9 @@ class _Session(Tap):
         try:
             info = stream.context.driver.stream_capture_info(stream.handle)
         except DriverError as error:  # the graph would not keep what the node points at
-            self.refusal = self.refusal or CaptureBrokenError(
-                f"the capture was broken at {caller_location()}: after {what} the driver refused "
-                f"to say what is captured ({error})",
-                location=caller_location(),
+            self.refusal = self.refusal or _broken_at(
+                caller_location(),
+                f"after {what} the driver refused to say what is captured ({error})",
             )
             return None  # raised at the end: the work may have run, on a stream outside
         if info.status is CaptureStatus.INVALIDATED and stream is self.stream:
@@ -441,13 +438,11 @@ class _Session(Tap):
         """Refuses the end of a `contained` capture that leaves a stream waiting: CUDA requires a
         join only if that stream has captured work."""
         if self.contained and self.forks:
-            location = next(iter(self.forks.values()))
-            self.refusal = self.refusal or CaptureBrokenError(
-                f"the capture was broken at {location}: a stream was made to wait for the captured "
-                "work there and is not joined again, and replays would not make it wait. Let it "
-                "wait after the call, or for an event that was made before (stream.record(event); "
-                "after the call: side.wait(event)).",
-                location=location,
+            self.refusal = self.refusal or _broken_at(
+                next(iter(self.forks.values())),
+                "a stream was made to wait for the captured work there and is not joined again, "
+                "and replays would not make it wait. Let it wait after the call, or for an event "
+                "that was made before (stream.record(event); after the call: side.wait(event)).",
             )
 
     def _require_contained(self, stream: Stream, what: str) -> None:
@@ -464,10 +459,8 @@ class _Session(Tap):
         if not self._in_driver:
             return None
         info = self.stream.context.driver.stream_capture_info(self.stream.handle)
-        if info.status is not CaptureStatus.ACTIVE or (info.graph, info.capture_id) != (
-            graph,
-            self._id,
-        ):
+        mine = (info.graph, info.capture_id) == (graph, self._id)
+        if info.status is not CaptureStatus.ACTIVE or not mine:
             return None
         if threading.get_ident() != self._thread and self.mode is not CaptureMode.RELAXED:
             raise CaptureError(

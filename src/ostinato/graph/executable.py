@@ -107,6 +107,15 @@ def _require_kind(node: Node, kind: NodeKind, what: str) -> None:
         raise NodeKindError(f"node {node.index} ({node.name}) has no {what}: {_takes(node)}")
 
 
+def _require_no_capture(stream: Stream) -> None:
+    """Raises CaptureError if an upload on this stream would break a capture."""
+    if stream.is_capturing():
+        raise CaptureError(
+            f"an executable cannot be uploaded on {stream!r}, which is capturing: upload before "
+            "the capture (the capture goes on)"
+        )
+
+
 def _single(entry: object) -> tuple[Node | int, int | str, object]:
     if not (isinstance(entry, tuple | list) and len(entry) == 3):
         raise InputError(f"set_all: {entry!r} is no (node, argument, value)")
@@ -245,10 +254,7 @@ class GraphExec(Launcher, Closeable):
         graph.require_launchable()
         if upload is not None:
             require_stream(upload, "instantiate(upload=…)", context)
-            if upload.is_capturing():
-                raise CaptureError(
-                    f"an executable cannot be uploaded on {upload!r}, which is capturing"
-                )
+            _require_no_capture(upload)
         try:
             handle = context.driver.graph_instantiate(graph.handle, flags)
         except ContextPoisonedError:
@@ -461,11 +467,7 @@ class GraphExec(Launcher, Closeable):
         require_stream(stream, "upload(stream)", self.context)
         self._require_usable()
         handle = self.handle
-        if stream.is_capturing():
-            raise CaptureError(
-                f"an executable cannot be uploaded on {stream!r}, which is capturing: upload "
-                "before the capture (the capture goes on)"
-            )
+        _require_no_capture(stream)
         upload = self.context.driver.exec_upload
         stream.guarded("upload", lambda h: upload(handle, h), CallKind.ORDER)
         self._prepare(stream)
@@ -701,45 +703,37 @@ class GraphExec(Launcher, Closeable):
             self._change(NodeChange(found, replace(kernel, config=config)))
 
     def _set_fill(self, node: Node | int, dst: Buffer, value: float) -> None:
-        made = for_a_node(fill_operation(dst, value)).params
-        assert isinstance(made, MemsetNodeParams)
-        with uninterrupted, self._lock:
-            found = self._shadow.node(node)
-            _require_kind(found, NodeKind.MEMSET, "dst and value")
-            old = self._shadow.params(found)
-            assert isinstance(old, MemsetNodeParams)
-            self._require_linear(found, old)
-            self.context.space.require(dst, "dst", "the executable is of")
-            params = replace(made, pitch=old.pitch)
-            self._change(NodeChange(found, params, (("dst", dst),)))
+        self._set_row(node, for_a_node(fill_operation(dst, value)).params, dst=dst)
 
     def _set_copy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
-        made = for_a_node(copy_operation(dst, src)).params
-        assert isinstance(made, MemcpyNodeParams)
+        self._set_row(node, for_a_node(copy_operation(dst, src)).params, dst=dst, src=src)
+
+    def _set_row(self, node: Node | int, new: NodeParams, **buffers: Buffer) -> None:
+        """Sets a node that copies or fills one row of linear memory.  Raises UpdateRefusedError for
+        one that has several rows, or works on a CUDA array."""
+        copies = isinstance(new, MemcpyNodeParams)
+        kind, what = (NodeKind.MEMCPY, "src") if copies else (NodeKind.MEMSET, "value")
         with uninterrupted, self._lock:
             found = self._shadow.node(node)
-            _require_kind(found, NodeKind.MEMCPY, "dst and src")
+            _require_kind(found, kind, f"dst and {what}")
             old = self._shadow.params(found)
-            assert isinstance(old, MemcpyNodeParams)
-            self._require_linear(found, old)
-            self.context.space.require(dst, "dst", "the executable is of")
-            params = replace(old, dst=made.dst, src=made.src, width=made.width)
-            self._change(NodeChange(found, params, (("dst", dst), ("src", src))))
-
-    @staticmethod
-    def _require_linear(node: Node, params: MemcpyNodeParams | MemsetNodeParams) -> None:
-        """Raises UpdateRefusedError unless the node copies or fills one row of linear memory."""
-        rows = params.height
-        opaque = False
-        if isinstance(params, MemcpyNodeParams):
-            rows, opaque = params.height * params.depth, params.opaque
-        if rows != 1 or opaque:
-            what = "works on a CUDA array" if opaque else f"has {rows} rows"
-            raise UpdateRefusedError(
-                f"node {node.index} ({node.name}) {what}, which a buffer does not describe; set "
-                "all of its parameters: set(node, MemcpyNodeParams(…)) or MemsetNodeParams(…)",
-                node_index=node.index,
-            )
+            if isinstance(old, MemcpyNodeParams) and isinstance(new, MemcpyNodeParams):
+                rows, opaque = old.height * old.depth, old.opaque
+                params: NodeParams = replace(old, dst=new.dst, src=new.src, width=new.width)
+            else:
+                assert isinstance(old, MemsetNodeParams) and isinstance(new, MemsetNodeParams)
+                rows, opaque = old.height, False
+                params = replace(new, pitch=old.pitch)
+            if rows != 1 or opaque:
+                why = "works on a CUDA array" if opaque else f"has {rows} rows"
+                raise UpdateRefusedError(
+                    f"node {found.index} ({found.name}) {why}, which a buffer does not describe; "
+                    "set all of its parameters: set(node, MemcpyNodeParams(…)) or "
+                    "MemsetNodeParams(…)",
+                    node_index=found.index,
+                )
+            self.context.space.require(buffers["dst"], "dst", "the executable is of")
+            self._change(NodeChange(found, params, tuple(buffers.items())))
 
     def _set_enabled(self, node: Node | int, enabled: bool) -> None:
         with uninterrupted, self._lock:
@@ -842,10 +836,8 @@ class GraphExec(Launcher, Closeable):
                 self.cool()
 
     def _let_go(self, old: list[object]) -> None:
-        for owner in old:
-            if owner is not None:
-                self.context.retire(old.clear, tuple(self._prepared))
-                return
+        if any(owner is not None for owner in old):
+            self.context.retire(old.clear, tuple(self._prepared))
 
     # --- lifetime
     @property

@@ -166,7 +166,7 @@ def check_loops(driver: Driver, graph: Frozen) -> None:
             continue
         (body,) = params.bodies
         inside = list(_nodes(inner[body], inner, ""))
-        if not any(one.params is None or _is_kernel(one) for one in inside):
+        if not any(isinstance(one.params, KernelNodeParams | None) for one in inside):
             what = "nothing" if not inside else f"{len(inside)} nodes and no kernel"
             raise GraphError(
                 f"the body of the WHILE at {found.way} holds {what}, so nothing sets its condition "
@@ -206,10 +206,6 @@ def _nodes(
         yield _Found(node, params, f"{way}node {index}")
         for handle in () if params is None else graphs_inside(params):
             yield from _nodes(inner[handle], inner, f"{way}node {index}, ")
-
-
-def _is_kernel(found: _Found) -> bool:
-    return isinstance(found.params, KernelNodeParams)
 
 
 def _may_set(found: _Found, loop: ConditionalNodeParams) -> bool:

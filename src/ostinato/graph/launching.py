@@ -78,7 +78,7 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
         _require_types("launch", kernel, config, stream)
         raise
     if kernel.context is not context:
-        _require_device(kernel, stream)
+        context.require_same(kernel.context, f"launch: kernel {kernel.name!r}", "the stream is of")
     try:
         submitting.add(thread)  # before the check of the taps: see `Turn`
         taps = context.taps
@@ -98,7 +98,7 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
             status = call(handle, config.grid, config.block, config.shared, packed.data)
             if status == 0:
                 stream.submitted += 1
-                _announce(stream, kernel, config, packed, args)
+                stream.announce(_operation(kernel, config, packed, args))
                 return
             if status is not None:  # not launched again: another launch may give another status
                 error = driver_error(status, "launch_kernel", f"kernel {kernel.name} with {config}")
@@ -106,26 +106,9 @@ def launch(stream: Stream, kernel: Kernel, config: LaunchConfig, *args: object) 
                 raise error
         # A tap that needs no access only needs the objects that the launch keeps alive.
         if stream.launch(kernel.name, kernel.function, config, packed):
-            _announce(stream, kernel, config, packed, args)
+            stream.announce(_operation(kernel, config, packed, args))
     finally:
         submitting.discard(thread)
-
-
-def _require_device(kernel: Kernel, stream: Stream) -> None:
-    """Raises InputError for a kernel of another device than the stream."""
-    what = f"launch: kernel {kernel.name!r}"
-    stream.context.require_same(kernel.context, what, "the stream is of")
-
-
-def _announce(
-    stream: Stream,
-    kernel: Kernel,
-    config: LaunchConfig,
-    packed: KernelArguments,
-    args: tuple[object, ...],
-) -> None:
-    """Passes a launch to the taps, which do not need the memory that it reads and writes."""
-    stream.announce(_operation(kernel, config, packed, args))
 
 
 def _operation(

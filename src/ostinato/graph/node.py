@@ -91,11 +91,8 @@ class Argument(NamedTuple):
             inside = f"+{pointer.into}" if pointer.into else ""
             return f"{label}[{pointer.allocation.address:#x}{inside}]"
         if self.value is not None:
-            return (
-                f"{label}{self.value:g}"
-                if isinstance(self.value, float)
-                else (f"{label}{self.value}")
-            )
+            form = "g" if isinstance(self.value, float) else ""
+            return f"{label}{self.value:{form}}"
         if self.size <= _WORD:
             return f"{label}0x{int.from_bytes(self.raw, 'little'):x}"
         return f"{label}<{self.size} bytes>"

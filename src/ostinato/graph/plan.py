@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ class LeftWord:
 class RebindReport:
     """Every word that `rebind` changed (`words`), and every word that it left (`left`)."""
 
-    __slots__ = ("_later", "_nodes", "_words", "left")
+    __slots__ = ("_later", "_words", "left", "nodes")
 
     def __init__(
         self,
@@ -114,8 +115,9 @@ class RebindReport:
         """`words` is called at the first access to the property."""
         self._words: tuple[ReboundWord, ...] | None = None
         self._later: Callable[[], tuple[ReboundWord, ...]] | None = words
-        self._nodes = nodes
         self.left = left
+        self.nodes = nodes
+        """The number of the graph's own nodes that were changed, or that contain a changed node."""
 
     @property
     def words(self) -> tuple[ReboundWord, ...]:
@@ -123,11 +125,6 @@ class RebindReport:
             assert self._later is not None
             self._words, self._later = self._later(), None
         return self._words
-
-    @property
-    def nodes(self) -> int:
-        """The number of the graph's own nodes that were changed, or that contain a changed node."""
-        return self._nodes
 
     def __repr__(self) -> str:
         return f"<RebindReport: {str(self).splitlines()[0]}>"
@@ -226,7 +223,7 @@ def plan_rebind(
     owners, counts = np.unique(index.owners[words], return_counts=True)
     entries = [index.entries[owner] for owner in owners.tolist()]
     others = [index.entries[owner] for owner in fields]
-    later = _Later(index, rows, addresses[rows], new[rows])
+    later = partial(_rebound, index, rows, addresses[rows], new[rows])
     outermost = {(e.outer[0] if e.outer else e.node).index for e in (*entries, *others)}
     return Rebinding(
         [entry.node for entry in entries],
@@ -308,25 +305,18 @@ def _change(
 _CONFIRMED = {Sort.POINTER: "signature", Sort.UNKNOWN: "allocation", Sort.FIELD: "field"}
 
 
-class _Later:
-    """The words of a report, made at the first access."""
-
-    def __init__(
-        self,
-        index: WordIndex,
-        rows: npt.NDArray[np.intp],
-        old: npt.NDArray[np.uint64],
-        new: npt.NDArray[np.uint64],
-    ) -> None:
-        self._index, self._rows, self._old, self._new = index, rows, old, new
-
-    def __call__(self) -> tuple[ReboundWord, ...]:
-        made = []
-        words = zip(self._rows.tolist(), self._old.tolist(), self._new.tolist(), strict=True)
-        for row, old, new in words:
-            entry, word = self._index.at(row)
-            made.append(ReboundWord(*entry.named, word.label, old, new, _CONFIRMED[word.sort]))
-        return tuple(made)
+def _rebound(
+    index: WordIndex,
+    rows: npt.NDArray[np.intp],
+    before: npt.NDArray[np.uint64],
+    after: npt.NDArray[np.uint64],
+) -> tuple[ReboundWord, ...]:
+    """Returns the words of a report."""
+    made = []
+    for row, old, new in zip(rows.tolist(), before.tolist(), after.tolist(), strict=True):
+        entry, word = index.at(row)
+        made.append(ReboundWord(*entry.named, word.label, old, new, _CONFIRMED[word.sort]))
+    return tuple(made)
 
 
 def moves_of(

@@ -305,13 +305,10 @@ class Shadow:
         now = self._folded().settings.get(node.handle)
         return node.params if now is None else now.params
 
-    def settings(self) -> Iterator[tuple[tuple[Node, ...], Setting]]:
-        """Yields the setting of every node, also inside, with the nodes around it from outside."""
-        yield from self._walk(self.definition(), ())
-
     def _walk(
         self, nodes: tuple[Node, ...], outer: tuple[Node, ...]
     ) -> Iterator[tuple[tuple[Node, ...], Setting]]:
+        """Yields the setting of every node, also inside, with the nodes around it from outside."""
         for node in nodes:
             yield outer, self.setting(node)
             for body in node.children:
@@ -327,7 +324,7 @@ class Shadow:
             if None in changed or not index.refresh(one for one in changed if one):
                 index = None
         if index is None:
-            index = WordIndex(self.settings())
+            index = WordIndex(self._walk(self.definition(), ()))
         self._stale.clear()
         self._words = index
         return index
@@ -340,14 +337,10 @@ class Shadow:
             setting = self.setting(node)
             params = setting.params
             assert isinstance(params, KernelNodeParams)
-            live = Live(setting, params, self._setter(node, params))
+            made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
+            live = Live(setting, params, made or self._plain_setter(node, params))
             self._live[node.handle] = live
         return live
-
-    def _setter(self, node: Node, params: KernelNodeParams) -> KernelSetter:
-        """Returns the driver's own setter, or one that sets the whole node."""
-        made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
-        return self._plain_setter(node, params) if made is None else made
 
     def _plain_setter(self, node: Node, params: KernelNodeParams) -> _PlainSetter:
         return _PlainSetter(partial(self._set_one, node), params)

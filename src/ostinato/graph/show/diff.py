@@ -78,7 +78,7 @@ class NodeDifference:
     """The description of a node that was added or removed."""
 
     def __str__(self) -> str:
-        places = sorted({p for p in (self.before, self.after) if p is not None}, key=self._first)
+        places = dict.fromkeys(p for p in (self.before, self.after) if p is not None)
         lines = [
             f"{self.sign} node {' → '.join(places)}: {_title(self.kind, demangled(self.name))}"
         ]
@@ -87,9 +87,6 @@ class NodeDifference:
         wide = max((len(f.field) for f in self.fields), default=0)
         lines += [f"      {f.field:<{wide}}  {f.before} → {f.after}" for f in self.fields]
         return "\n".join(lines)
-
-    def _first(self, place: str) -> int:
-        return 0 if place == self.before else 1
 
     @property
     def sign(self) -> str:
@@ -168,21 +165,9 @@ class GraphDiff:
 
     def to_dict(self) -> dict[str, object]:
         """Returns plain data for `json.dumps`, schema "ostinato.diff/1"."""
-        return {
-            "schema": SCHEMA,
-            "before": self.before,
-            "after": self.after,
-            **{
-                key: [plain(record) for record in records]
-                for key, records in (
-                    ("added", self.added),
-                    ("removed", self.removed),
-                    ("changed", self.changed),
-                    ("edges_added", self.edges_added),
-                    ("edges_removed", self.edges_removed),
-                )
-            },
-        }
+        names = ("added", "removed", "changed", "edges_added", "edges_removed")
+        records = {name: [plain(record) for record in getattr(self, name)] for name in names}
+        return {"schema": SCHEMA, "before": self.before, "after": self.after, **records}
 
 
 SameCode: TypeAlias = Callable[[FunctionHandle, FunctionHandle], bool]
@@ -265,10 +250,8 @@ def _match(before: Outline, after: Outline) -> Iterator[tuple[Node | None, Node 
             yield from zip((a[k] for k in i), (b[k] for k in j), strict=True)
             continue
         for alike, ii, jj in _align(*named, i, j):
-            if alike:
-                yield from zip((a[k] for k in ii), (b[k] for k in jj), strict=True)
-            elif [a[k].kind for k in ii] == [b[k].kind for k in jj]:
-                # Another kernel, or another host function, in the same place.
+            # Of equal kinds: another kernel, or another host function, in the same place.
+            if alike or [a[k].kind for k in ii] == [b[k].kind for k in jj]:
                 yield from zip((a[k] for k in ii), (b[k] for k in jj), strict=True)
             else:
                 yield from ((a[k], None) for k in ii)

@@ -237,15 +237,12 @@ def arguments_text(
     texts = [a.text(places or {}) for a in arguments]
     if width is None or len(", ".join(texts)) <= width:
         return ", ".join(texts)
-    shown = list(itertools.takewhile(lambda end: end <= width - 12, _ends(texts)))
+    ends = itertools.accumulate(len(text) + 2 for text in texts)
+    shown = list(itertools.takewhile(lambda end: end <= width - 12, ends))
     # The first is shown in any case.
     head = texts[: max(1, len(shown))]
     left = len(texts) - len(head)
     return shorten(", ".join(head), width) + (f", … {left} more" if left else "")
-
-
-def _ends(texts: Sequence[str]) -> Iterator[int]:
-    return itertools.accumulate(len(t) + 2 for t in texts)
 
 
 def details(node: Node, width: int | None = None) -> str:

@@ -91,17 +91,12 @@ def rich_table(top: Outline) -> Table:
         padding=(0, 1, 0, 0),
         show_edge=False,
     )
-    table.add_column("node", no_wrap=True)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("name", no_wrap=True)
-    table.add_column("grid", no_wrap=True)
-    table.add_column("block", no_wrap=True)
     optional: list[tuple[str, Callable[[LaunchConfig], str]]] = []
     if any(c.shared for c in configs):
         optional.append(("shared", lambda c: str(c.shared) if c.shared else ""))
     if any(c.cluster for c in configs):
         optional.append(("cluster", lambda c: shape_text(c.cluster) if c.cluster else ""))
-    for header, _ in optional:
+    for header in ("node", "kind", "name", "grid", "block", *(header for header, _ in optional)):
         table.add_column(header, no_wrap=True)
     table.add_column("arguments", overflow="fold")
     table.add_column("after", overflow="fold")
