@@ -761,8 +761,10 @@ def test_a_profiled_replay_is_a_range_for_nvidias_profilers(
     @contextmanager
     def annotate(message: str) -> Iterator[None]:
         faults.calls.append(f"begin {message}")
-        yield
-        faults.calls.append("end")
+        try:
+            yield
+        finally:
+            faults.calls.append("end")
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     rows = Rows(preload(Device(faults)), warmups=0, slots=(), profile=ReplayProfile())

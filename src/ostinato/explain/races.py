@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from graphlib import TopologicalSorter
 
 from ostinato.driver.api import (
     ConditionalNodeParams,
@@ -32,9 +33,10 @@ def unordered(graph: Graph, operations: Sequence[Operation]) -> tuple[Operation,
     """
     every = graph.context.driver.graph_nodes(graph.handle)
     edges = graph.edges()
-    nodes = list(every)
-    if len(edges) == len(nodes) - 1 and _is_chain(nodes, {e.source: e.target for e in edges}):
-        return None
+    after = {edge.source: edge.target for edge in edges}
+    pairs = itertools.pairwise(every)
+    if len(edges) == len(every) - 1 and all(after.get(one) == other for one, other in pairs):
+        return None  # a chain
     placed = _by_name(graph, every, operations) or _by_params(graph, every, operations)
     nodes, found = [node for node, _ in placed], [operation for _, operation in placed]
     reached = _reached(graph, nodes)
@@ -143,10 +145,6 @@ def _touched(graph: Graph, operation: Operation | None) -> tuple[_Ranges, _Range
     return tuple(touched[Access.READ]), tuple(touched[Access.WRITE])
 
 
-def _is_chain(nodes: Sequence[NodeHandle], after: dict[NodeHandle, NodeHandle]) -> bool:
-    return all(after.get(one) == other for one, other in itertools.pairwise(nodes))
-
-
 def _reached(graph: Graph, nodes: Sequence[NodeHandle]) -> dict[NodeHandle, int]:
     """Returns for each node of the graph the nodes of `nodes` before it, by index, as bits."""
     place = {node: index for index, node in enumerate(nodes)}
@@ -156,27 +154,9 @@ def _reached(graph: Graph, nodes: Sequence[NodeHandle]) -> dict[NodeHandle, int]
     for edge in graph.edges():
         sources[edge.target].append(edge.source)
     reached: dict[NodeHandle, int] = {}
-    for node in sources:
-        _visit(node, sources, place, reached)
-    return reached
-
-
-def _visit(
-    node: NodeHandle,
-    sources: dict[NodeHandle, list[NodeHandle]],
-    place: dict[NodeHandle, int],
-    reached: dict[NodeHandle, int],
-) -> None:
-    """Fills `reached` for a node, after the nodes that it depends on."""
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        waiting = [source for source in sources[top] if source not in reached]
-        if waiting:
-            stack += waiting
-            continue
-        stack.pop()
+    for node in TopologicalSorter(sources).static_order():
         bits = 0
-        for source in sources[top]:
+        for source in sources[node]:
             bits |= reached[source] | (1 << place[source] if source in place else 0)
-        reached[top] = bits
+        reached[node] = bits
+    return reached

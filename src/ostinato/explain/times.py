@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -116,10 +117,7 @@ class ReplayProfile:
     ) -> None:
         """Replays once and stores an event.  Raises the errors of `run_replay`."""
         name = str(key)
-        annotate = self._nvtx.annotate(f"replay {name}") if self._nvtx is not None else None
-        if annotate is not None:
-            annotate.__enter__()
-        try:
+        with nullcontext() if self._nvtx is None else self._nvtx.annotate(f"replay {name}"):
             begin = time.perf_counter_ns()
             with _not_launched:
                 if settings.upload:
@@ -130,9 +128,6 @@ class ReplayProfile:
             if settings.synchronize:
                 stream.synchronize()
             done = time.perf_counter_ns()
-        finally:
-            if annotate is not None:
-                annotate.__exit__(None, None, None)
         with self._lock:
             self._count += 1
             event = ReplayEvent(

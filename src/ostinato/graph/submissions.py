@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -28,42 +28,38 @@ class Submission:
 
 
 class _Noted(Tap):
-    """A tap that notes the operations that one thread submits to any stream."""
+    """A tap that passes the operations that one thread submits, to any stream, to `note`."""
 
-    def __init__(self, *, needs_access: bool) -> None:
+    def __init__(self, note: Callable[[Operation], None], *, needs_access: bool) -> None:
         self.needs_access = needs_access
-        self.operations: list[Operation] = []
-        self.submissions: list[Submission] = []
+        self._note = note
         self._thread = threading.get_ident()
 
     def submitted(self, stream: Stream, operation: Operation) -> None:
-        if threading.get_ident() != self._thread or operation.once:
-            return  # no graph can hold it: a capture refuses it with its own error
-        if self.needs_access:
-            self.operations.append(operation)
-        else:  # a record of names only, which keeps no memory alive
-            self.submissions.append(Submission(operation.name, caller_line()))
+        # A capture refuses an operation that no graph can hold, with an error of its own.
+        if threading.get_ident() == self._thread and not operation.once:
+            self._note(operation)
 
 
 @contextmanager
 def submissions(context: Context) -> Iterator[Sequence[Submission]]:
-    """Lists, for a `with` block, this thread's operations on the context's streams, in order."""
-    with _noted(context, needs_access=False) as tap:
-        yield tap.submissions
+    """Lists, for a `with` block, this thread's operations on the context's streams, in order.  The
+    list keeps no memory alive."""
+    made: list[Submission] = []
+
+    def note(operation: Operation) -> None:
+        made.append(Submission(operation.name, caller_line()))
+
+    with context.tapped(_Noted(note, needs_access=False)):
+        yield made
 
 
 @contextmanager
 def operations(context: Context) -> Iterator[Sequence[Operation]]:
     """Lists the operations themselves, with the memory they read and write; see `submissions`."""
-    with _noted(context, needs_access=True) as tap:
-        yield tap.operations
-
-
-@contextmanager
-def _noted(context: Context, *, needs_access: bool) -> Iterator[_Noted]:
-    tap = _Noted(needs_access=needs_access)
-    with context.tapped(tap):
-        yield tap
+    made: list[Operation] = []
+    with context.tapped(_Noted(made.append, needs_access=True)):
+        yield made
 
 
 def first_missing(wanted: Iterable[Submission], found: Iterable[Submission]) -> Submission | None:

@@ -529,13 +529,21 @@ def _require_shape(dst: Buffer, shape: tuple[int, ...]) -> None:
         )
 
 
-def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
-    """Returns the parameters of a copy of all bytes of a buffer.
+def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
+    """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
 
     Raises InputError if the sizes differ, or, unless one is "bytes", the dtypes or the shapes (axes
-    of one element apart, and unless one has a single axis), for buffers of different devices and
-    those that overlap in part (a GPU copies in any order), and for what is no buffer.
+    of one element apart, and unless one has a single axis), for buffers of another device, for
+    those that overlap in part, and for what is no Buffer.
     """
+    require_stream(stream, "copy(stream, dst, src)")
+    operation = copy_operation(dst, src)
+    if dst.nbytes:
+        stream.submit(operation)
+
+
+def copy_operation(dst: Buffer, src: Buffer) -> Operation:
+    """Returns the operation that `copy` submits, for buffers of at least one byte."""
     for what, given in (("dst", dst), ("src", src)):
         if not isinstance(given, Buffer):
             raise InputError(
@@ -560,29 +568,11 @@ def copy_params(dst: Buffer, src: Buffer) -> MemcpyNodeParams:
         _require_shape(dst, src.shape)
     if dst.context is not src.context:
         dst.context.space.require(src, "src", "dst is of")
-    if 0 < abs(dst.address - src.address) < dst.nbytes:
+    if 0 < abs(dst.address - src.address) < dst.nbytes:  # a GPU copies in any order
         raise InputError(
             f"{src!r} cannot be copied into {dst!r}: they overlap; copy to other memory in between"
         )
-    return MemcpyNodeParams(dst.address, src.address, dst.nbytes)
-
-
-def copy(stream: Stream, dst: Buffer, src: Buffer) -> None:
-    """Copies the bytes of `src` into `dst` (as many) in stream order; capturable.
-
-    Raises InputError if the sizes differ, or, unless one is "bytes", the dtypes or the shapes (axes
-    of one element apart, and unless one has a single axis), for buffers of another device, for
-    those that overlap in part, and for what is no Buffer.
-    """
-    require_stream(stream, "copy(stream, dst, src)")
-    operation = copy_operation(dst, src)
-    if dst.nbytes:
-        stream.submit(operation)
-
-
-def copy_operation(dst: Buffer, src: Buffer) -> Operation:
-    """Returns the operation that `copy` submits, for buffers of at least one byte."""
-    params = copy_params(dst, src)
+    params = MemcpyNodeParams(dst.address, src.address, dst.nbytes)
     return Operation(params, "copy", (src.range,), (dst.range,), (dst, src))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.driver.api import CaptureStatus, MemcpyNodeParams, parse_bytes, whole_number
+from ostinato.driver.api import CaptureStatus, MemcpyNodeParams, whole_number
 from ostinato.driver.context import Context
 from ostinato.driver.forking import new_lock
 from ostinato.driver.interrupts import uninterrupted
@@ -25,11 +25,11 @@ _ONCE = "its bytes come from an entry of the ring, which later writes use again"
 class StagingRing:
     """A ring of `depth` pinned entries of `nbytes` bytes, used in turn.  Thread-safe."""
 
-    def __init__(self, context: Context, nbytes: int | str, *, depth: int = 4) -> None:
+    def __init__(self, context: Context, nbytes: int, *, depth: int = 4) -> None:
         entries = whole_number(depth)
         if entries is None or entries < 1:
             raise InputError(f"depth={depth!r}: a whole number of 1 or more is needed")
-        self.nbytes = nbytes = parse_bytes(nbytes, "nbytes", 1)
+        self.nbytes = nbytes
         self.depth = depth = entries
         stride = -(-nbytes // 256) * 256
         self._memory = allocate(context, stride * depth, BYTES, pinned=True)

@@ -170,26 +170,23 @@ class GraphedStep(Closeable):
             raise InputError(
                 f"preconditions: a dict of functions by name is needed, not {preconditions!r}"
             ) from None
-        optional = [("preload", preload), ("builder", builder)]
-        functions = [("run", run), *(option for option in optional if option[1] is not None)]
-        for what, function in [*functions, *conditions.items()]:
+        functions: list[tuple[str, object]] = [("run", run), *conditions.items()]
+        functions += [("preload", preload)] if preload is not None else []
+        functions += [("builder", builder)] if builder is not None else []
+        for what, function in functions:
             if not callable(function):
                 raise InputError(f"{what}: a function is needed, not {type(function).__name__}")
-        for what, made in (("run", run), ("builder", builder)):
-            if made is not None:
-                _require_sizes(what, made)
-        options: list[tuple[str, object, type]] = [
-            ("pool", pool, CapturePool),
-        ]
+        _require_sizes("run", run)
+        if builder is not None:
+            _require_sizes("builder", builder)
+        kinds: list[tuple[str, object, type]] = [("cache", cache, GraphCache)]
+        if pool is not None:
+            kinds.append(("pool", pool, CapturePool))
         if store is not None:
             from ostinato.step.store import GraphStore
 
-            options.append(("store", store, GraphStore))
-        given = [option for option in options if option[1] is not None]
-        for what, value, kind in [
-            ("cache", cache, GraphCache),
-            *given,
-        ]:
+            kinds.append(("store", store, GraphStore))
+        for what, value, kind in kinds:
             if not isinstance(value, kind):
                 raise InputError(f"{what}: a {kind.__name__} is needed, not {value!r}")
         require_word("build", build, ("capture", "record"))
@@ -201,12 +198,9 @@ class GraphedStep(Closeable):
             raise InputError(f"warmups={warmups!r}: a whole number of 0 or more is needed")
         if not isinstance(share, str | None):  # numbers are the steps' own
             raise InputError(f"share={share!r}: a text is needed, the name of the graphs to share")
-        if stream.context is not cache.context:
-            raise InputError("the step's stream is of another device than its cache")
-        if store is not None and store.context is not cache.context:
-            raise InputError("the step's store is of another device than its cache")
-        if pool is not None and pool.context is not cache.context:
-            raise InputError("the step's pool is of another device than its cache")
+        for what, owner in (("stream", stream), ("store", store), ("pool", pool)):
+            if owner is not None and owner.context is not cache.context:
+                raise InputError(f"the step's {what} is of another device than its cache")
         check_verify(verify, slots)
         check_slots(slots, stream.context)
         self.run = run

@@ -118,7 +118,8 @@ class DeviceSizes:
     Memory for a size is allocated at the first call with that size, since a capture cannot
     allocate.  A size that changed is written before the call: until the first run is over every
     size, after that only sizes for which `scalar` was called, and sizes that graphs from files may
-    read.  Steps that share their graphs share this object (`sizes_of`): a graph reads the sizes of
+    read.  Steps that share their graphs share this object (`sizes_of`), since a graph
+    reads each size at one address.
 
     If a call is captured or recorded into a larger graph, that graph writes the sizes of the call
     at each launch.

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MISSING = "there is no such file"
+_NO_FILE = "there is no file of this key and tag"
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 _log = logging.getLogger(__name__)
 
@@ -228,10 +229,7 @@ class GraphStore:
         Inputs and outputs that have no memory here get memory of their own; with `complete` the
         file is refused instead.  Raises InputError as `path` does; ContextPoisonedError.
         """
-        loaded = self._tried(key, partial(self._load, memory or {}, complete))
-        if loaded is not None:
-            self._note_restored()
-        return loaded
+        return self._tried(key, partial(self._load, memory or {}, complete))
 
     def executable(
         self, key: Hashable, memory: Mapping[str, Target] | None = None
@@ -247,10 +245,7 @@ class GraphStore:
                 raise
 
         with without_collection():
-            made = self._tried(key, make)
-        if made is not None:
-            self._note_restored()
-        return made
+            return self._tried(key, make)
 
     def _load(
         self, memory: Mapping[str, Target], complete: bool, text: str, path: Path
@@ -279,18 +274,22 @@ class GraphStore:
             )
 
     def _tried(self, key: Hashable, make: Callable[[str, Path], T]) -> T | None:
-        """Returns the result of `make` for a key's text and file; None, with the reason counted, if
-        `make` raises an OstinatoError or OSError."""
+        """Returns the result of `make` for a key's text and file, and counts it as restored; None,
+        with the reason counted, if `make` raises an OstinatoError or OSError."""
         text = self._text(key)
         path = self._path(text)
         try:
-            return make(text, path)
+            made = make(text, path)
         except ContextPoisonedError:
             raise
         except (OstinatoError, OSError) as error:
             why = str(error).removeprefix(f"{path}: ")
-            self._count("there is no file of this key and tag" if why == _MISSING else why)
+            with self._lock:
+                self._reasons[_NO_FILE if why == _MISSING else why] += 1
             return None
+        with self._lock:
+            self._restored += 1
+        return made
 
     def maker(self, key: Hashable, make: Callable[[], GraphExec]) -> Callable[[], GraphExec]:
         """Returns a function that restores the key, or calls `make` if that fails.
@@ -356,14 +355,6 @@ class GraphStore:
         """Counts a graph of `executable` as not restored after all: it could not be kept."""
         with self._lock:
             self._restored -= 1
-            self._reasons[why] += 1
-
-    def _note_restored(self) -> None:
-        with self._lock:
-            self._restored += 1
-
-    def _count(self, why: str) -> None:
-        with self._lock:
             self._reasons[why] += 1
 
 
