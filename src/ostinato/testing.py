@@ -18,7 +18,6 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ostinato.driver.api import (
@@ -249,12 +248,7 @@ class HeldStream:
         self._driver.launch_host_function(self._handle, hold)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def wait_until_held(self, timeout: float = 10.0) -> bool:

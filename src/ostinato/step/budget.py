@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from ostinato.driver.api import parse_bytes
@@ -134,12 +133,7 @@ class MemoryMeter:
         self._before = self._context.free_memory()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self._context.measuring(False)
         if self._before is not None and kind is None:
             self.free = self._context.free_memory()

@@ -13,8 +13,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 
 from ostinato.device import Device
 from ostinato.driver.api import parse_bytes, whole_number
@@ -243,6 +243,29 @@ def _last_use(entry: Entry) -> int:
     return entry.graph.at
 
 
+class _Hold:
+    """A lease for the length of a `with` block (`GraphCache.hold`).  A class: a generator would cost
+    0.7 us more."""
+
+    __slots__ = ("_cache", "_kept", "_key")
+
+    def __init__(self, cache: GraphCache, key: Hashable) -> None:
+        self._cache = cache
+        self._key = key
+        self._kept: CachedGraph | None = None
+
+    def __enter__(self) -> GraphExec:
+        self._kept = self._cache._leased(self._key)
+        if self._kept is None:
+            raise NotHeldError(f"the cache has no graph under key {self._key!r} to hold")
+        return self._kept.executable
+
+    def __exit__(self, *_: object) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.release():
+            self._cache.let_go(kept)
+
+
 class GraphCache(Closeable):
     """Executable graphs by key.
 
@@ -393,8 +416,7 @@ class GraphCache(Closeable):
                 self.let_go(kept)
         return True
 
-    @contextmanager
-    def hold(self, key: Hashable) -> Iterator[GraphExec]:
+    def hold(self, key: Hashable) -> AbstractContextManager[GraphExec]:
         """Returns a context manager that yields the executable under a key.
 
         For several calls on one graph, such as a rebinding and its launch.  An eviction inside the
@@ -402,14 +424,7 @@ class GraphCache(Closeable):
         counts as a use, and raises NotHeldError if there is none, ClosedError.  Not guaranteed:
         that no other thread changes the executable meanwhile.
         """
-        kept = self._leased(key)
-        if kept is None:
-            raise NotHeldError(f"the cache has no graph under key {key!r} to hold")
-        try:
-            yield kept.executable
-        finally:
-            if kept.release():
-                self.let_go(kept)
+        return _Hold(self, key)
 
     def _leased(self, key: Hashable) -> CachedGraph | None:
         """Leases and returns the graph under a key; None, and a miss, if there is none.
