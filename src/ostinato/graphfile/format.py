@@ -85,7 +85,6 @@ _EDGE_TYPES = frozenset(map(int, EdgeType))
 
 def to_dict(manifest: GraphManifest) -> dict[str, Any]:
     """Returns the manifest as plain data."""
-    machine = manifest.machine
     launches: dict[LaunchConfig, int] = {}
     for graph in manifest.graph.graphs():
         for config in graph.kernels.launches:
@@ -93,23 +92,11 @@ def to_dict(manifest: GraphManifest) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "machine": {
-            "driver": machine.driver,
-            "device": machine.device,
-            "compute_capability": list(machine.compute_capability),
-            "driver_version": machine.driver_version,
-            "library": machine.library,
-        },
+        "machine": _values(manifest.machine, _MACHINE),
         "functions": [
-            {
-                "name": f.name,
-                "kind": f.kind,
-                "digest": f.digest,
-                "target": f.target,
+            _values(f, _FUNCTION)
+            | {
                 "parameters": [[slot.offset, slot.size] for slot in f.parameters],
-                "shared": f.shared,
-                "carveout": f.carveout,
-                "wide_clusters": f.wide_clusters,
                 "signature": "" if f.signature is None else _text(f.signature),
             }
             for f in manifest.functions
@@ -130,17 +117,20 @@ def to_dict(manifest: GraphManifest) -> dict[str, Any]:
             "stored": [int(b.stored) for b in manifest.buffers],
             "look": [_look_json(b) for b in manifest.buffers],
         },
-        "conditions": [
-            {"default": c.default, "reset_at_launch": c.reset_at_launch}
-            for c in manifest.conditions
-        ],
+        "conditions": [_values(c, ("default", "reset_at_launch")) for c in manifest.conditions],
         "events": manifest.events,
-        "launches": [_launch_json(config) for config in launches],
+        "launches": [_values(config, _LAUNCH) for config in launches],
         "graph": _graph_json(manifest.graph, launches),
         "checked": manifest.checked,
         "tensors": dict(manifest.tensors),
         "key": manifest.key,
     }
+
+
+def _values(record: object, names: Sequence[str]) -> dict[str, Any]:
+    """Returns fields of a record as plain data."""
+    values = ((name, getattr(record, name)) for name in names)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
 def _text(signature: Signature) -> str:
@@ -161,18 +151,6 @@ def _look_json(buffer: NamedBuffer) -> list[object] | bool | None:
     if look == Look(buffer.dtype, buffer.shape, None):
         return True
     return [look.typestr, list(look.shape), None if look.strides is None else list(look.strides)]
-
-
-def _launch_json(config: LaunchConfig) -> dict[str, Any]:
-    return {
-        "grid": list(config.grid),
-        "block": list(config.block),
-        "shared": config.shared,
-        "cluster": None if config.cluster is None else list(config.cluster),
-        "cooperative": config.cooperative,
-        "programmatic": config.programmatic,
-        "priority": config.priority,
-    }
 
 
 def _graph_json(graph: GraphRecord, launches: Mapping[LaunchConfig, int]) -> dict[str, Any]:
@@ -225,9 +203,9 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
     inner = [_graph_json(graph, launches) for graph in node.inner]
     match params:
         case MemcpyNodeParams():
-            made |= {"kind": "memcpy"} | {name: getattr(params, name) for name in _MEMCPY}
+            made |= {"kind": "memcpy"} | _values(params, _MEMCPY)
         case MemsetNodeParams():
-            made |= {"kind": "memset"} | {name: getattr(params, name) for name in _MEMSET}
+            made |= {"kind": "memset"} | _values(params, _MEMSET)
         case ChildGraphNodeParams():
             made |= {"kind": "child_graph", "inner": inner}
         case EmptyNodeParams():
@@ -259,6 +237,10 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
     return made
 
 
+# The fields of records that are stored under their own names.
+_MACHINE = ("driver", "device", "compute_capability", "driver_version", "library")
+_FUNCTION = ("name", "kind", "digest", "target", "shared", "carveout", "wide_clusters")
+_LAUNCH = ("grid", "block", "shared", "cluster", "cooperative", "programmatic", "priority")
 _MEMCPY = ("width", "height", "depth", "dst_pitch", "src_pitch", "dst_height", "src_height")
 _MEMSET = ("value", "element_size", "width", "height", "pitch")
 
@@ -620,7 +602,7 @@ class _GraphReader:
             there = ", ".join(wanted) or "nothing"
             raise item.wrong("pointers", f"addresses for {there} are needed")
         for word in pointers:
-            self._require_reach(item, params, word, wanted[str(word.place)])
+            self._require_reach(item, params, word, wanted[str(word.place)].nbytes)
         return NodeRecord(name, params, pointers)
 
     def _require_reach(
@@ -776,14 +758,10 @@ class _GraphReader:
     # --- other node kinds
     @staticmethod
     def _memcpy(item: Plain) -> MemcpyNodeParams:
-        sizes = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMCPY}
+        sizes: dict[str, Any] = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMCPY}
         if not (sizes["height"] and sizes["depth"]):
             raise item.wrong("height", "a copy has at least one row")
-        return MemcpyNodeParams(
-            *(0, 0, sizes["width"], sizes["height"], sizes["depth"]),
-            *(sizes["dst_pitch"], sizes["src_pitch"]),
-            *(sizes["dst_height"], sizes["src_height"]),
-        )
+        return MemcpyNodeParams(dst=0, src=0, **sizes)
 
     @staticmethod
     def _memset(item: Plain) -> MemsetNodeParams:

@@ -631,7 +631,8 @@ class Loader:
         finally:
             if child:
                 self._driver.graph_destroy(child)
-        added = self._driver.node_params(made) if _read_back(node) else None
+        driver_sets = isinstance(node.params, ConditionalNodeParams | AllocNodeParams)
+        added = self._driver.node_params(made) if driver_sets else None
         if isinstance(added, ConditionalNodeParams):
             for body, inner in zip(added.bodies, node.inner, strict=True):
                 self._build(graph, not_null(body, "body"), inner)
@@ -653,12 +654,9 @@ class Loader:
             case ConditionalNodeParams():
                 handle = self._conditions[int(params.handle)]
                 return ConditionalNodeParams(handle, params.kind, params.size), ()
-            case EventRecordNodeParams():
+            case EventRecordNodeParams() | EventWaitNodeParams():
                 event = self._events[int(params.event)]
-                return EventRecordNodeParams(event.handle), (event,)
-            case EventWaitNodeParams():
-                event = self._events[int(params.event)]
-                return EventWaitNodeParams(event.handle), (event,)
+                return type(params)(event.handle), (event,)
         at = {str(word.place): self.bases[word.block] + word.into for word in node.pointers}
         return with_addresses(params, at), keep
 
@@ -801,8 +799,3 @@ def _require_fit(buffer: NamedBuffer, target: Target) -> None:
 
 def _refused(error: DriverError) -> GraphFileError:
     return GraphFileError(f"the driver refuses what it says: {error}")
-
-
-def _read_back(node: NodeRecord) -> bool:
-    """True if adding the node makes the driver set parameters: bodies, or an address."""
-    return isinstance(node.params, ConditionalNodeParams | AllocNodeParams)

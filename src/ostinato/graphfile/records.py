@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import (
+    AllocNodeParams,
     BatchMemOpNodeParams,
     ConditionDefaults,
     EdgeData,
@@ -45,7 +46,7 @@ from ostinato.driver.signature import (
     array_interface,
     element_bytes,
 )
-from ostinato.graph.words import copy_extent, fill_extent
+from ostinato.graph.words import AddressField, address_fields
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
 
@@ -451,37 +452,19 @@ class GraphManifest:
         return replace(self, graph=changed(self.graph))
 
 
-def fields_of(params: NodeParams) -> dict[str, int]:
-    """Returns the address fields of a node that is no kernel, and the bytes used at each."""
+def fields_of(params: NodeParams) -> dict[str, AddressField]:
+    """Returns the address fields of a node that is no kernel, by their names in a file; none for an
+    alloc node, whose address the driver chooses."""
+    fields = address_fields(params)
     match params:
-        case MemcpyNodeParams():
-            return {
-                "dst": copy_extent(params, params.dst_pitch, params.dst_height),
-                "src": copy_extent(params, params.src_pitch, params.src_height),
-            }
-        case MemsetNodeParams():
-            return {"dst": fill_extent(params)}
-        case FreeNodeParams():
-            return {"address": 0}
-        case BatchMemOpNodeParams():
-            return {str(i): operation.size for i, operation in enumerate(params.operations)}
-        case _:
+        case AllocNodeParams():
             return {}
-
-
-def addresses_of(params: NodeParams) -> dict[str, int]:
-    """Returns the addresses in the fields that `fields_of` names."""
-    match params:
-        case MemcpyNodeParams():
-            return {"dst": params.dst, "src": params.src}
-        case MemsetNodeParams():
-            return {"dst": params.dst}
         case FreeNodeParams():
-            return {"address": params.address}
+            return {"address": fields[0]}
         case BatchMemOpNodeParams():
-            return {str(i): operation.address for i, operation in enumerate(params.operations)}
+            return {str(i): field for i, field in enumerate(fields)}
         case _:
-            return {}
+            return {field.place: field for field in fields}
 
 
 def with_addresses(params: NodeParams, at: Mapping[str, int]) -> NodeParams:

@@ -265,7 +265,9 @@ def _saved(
         constants = plan.constant if keeping == "stored" else ()
         needed = {*plan.given, *constants}
         content = _Content(context, stream, pieces, None if check else needed)
-        tensors = plan.constants(content.first)
+        tensors = {}
+        if keeping == "stored":
+            tensors = {f"constants/{n}": one for n, one in plan.constants(content.first).items()}
         for name in plan.given:
             tensors[f"inputs/{name}"] = plan.view(content.first, name)
         rest: dict[str, npt.NDArray[Any]] = {}
@@ -273,7 +275,7 @@ def _saved(
             after = _reference(graph, run, stream, content, plan)
             for name in plan.changing:
                 tensors[f"results/{name}"] = plan.view(after, name)
-            rest = {} if keeping == "stored" else plan.all_constants(content.first)
+            rest = {} if keeping == "stored" else plan.constants(content.first)
     draft = temporary_beside(path)
     try:
         write_file(draft if check else path, manifest, images, tensors, code)
@@ -584,10 +586,8 @@ class _Plan:
             case ConditionalNodeParams():
                 place = ConditionalHandle(found.conditions.index(int(params.handle)))
                 return ConditionalNodeParams(place, params.kind, params.size)
-            case EventRecordNodeParams():
-                return EventRecordNodeParams(EventHandle(found.events.index(int(params.event))))
-            case EventWaitNodeParams():
-                return EventWaitNodeParams(EventHandle(found.events.index(int(params.event))))
+            case EventRecordNodeParams() | EventWaitNodeParams():
+                return type(params)(EventHandle(found.events.index(int(params.event))))
             case AllocNodeParams():
                 return AllocNodeParams(params.nbytes)
         return with_addresses(params, {})
@@ -603,14 +603,6 @@ class _Plan:
         )
 
     def constants(self, content: Sequence[npt.NDArray[np.uint8]]) -> dict[str, npt.NDArray[Any]]:
-        """Returns the constants that the file stores."""
-        if self._keeping != "stored":
-            return {}
-        return {f"constants/{n}": array for n, array in self.all_constants(content).items()}
-
-    def all_constants(
-        self, content: Sequence[npt.NDArray[np.uint8]]
-    ) -> dict[str, npt.NDArray[Any]]:
         return {name: self.view(content, name) for name in self.constant}
 
 
@@ -716,7 +708,7 @@ def _reference(
                 "can compare them (sums in any order, or memory without a name that they change); "
                 "save it with check=False if that is meant"
             )
-    for name, before in plan.all_constants(content.first).items():
+    for name, before in plan.constants(content.first).items():
         if not _same_bytes(plan.view(after[0], name), before):
             raise GraphFileError(
                 f"the graph writes into the constant {name!r}; name it as an input and an output"

@@ -39,12 +39,7 @@ from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node, every_node, given_reach
 from ostinato.graph.words import Sort, Word, words_of
-from ostinato.graphfile.records import (
-    ConditionWord,
-    addresses_of,
-    fields_of,
-    with_addresses,
-)
+from ostinato.graphfile.records import ConditionWord, fields_of, with_addresses
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 _WORD = 8
@@ -192,7 +187,7 @@ class _Surveyor:
     def __init__(self, first: _Side, second: _Side | None) -> None:
         self._first = first
         self._second = second
-        self._events: dict[int, int] = {}
+        self._events: dict[int, None] = {}
         self._functions: dict[FunctionHandle, None] = {}
 
     def survey(self) -> Survey:
@@ -239,8 +234,8 @@ class _Surveyor:
             self._functions.setdefault(params.function)
             addresses, conditions, loose = self._kernel(node, params, other, path)
             return SurveyedNode(node, path, addresses, conditions, (), loose)
-        for event in _events_of(params):
-            self._events.setdefault(event, len(self._events))
+        if isinstance(params, EventRecordNodeParams | EventWaitNodeParams):
+            self._events.setdefault(int(params.event))
         handles = graphs_inside(params)
         theirs = () if other is None else graphs_inside(other.params)
         if other is not None and len(theirs) != len(handles):
@@ -401,27 +396,26 @@ class _Surveyor:
     # --- other nodes
     def _fields(self, node: Node, other: Node | None, path: str) -> tuple[Address, ...]:
         params = node.params
-        mine = addresses_of(params)
-        theirs = None if other is None else addresses_of(other.params)
+        theirs = {} if other is None else fields_of(other.params)
         if other is not None and _without_addresses(params) != _without_addresses(other.params):
             raise _unlike(f"{path} is {other.params} in the other")
         made = []
-        for place, nbytes in fields_of(params).items():
-            value = mine[place]
+        for place, field_ in fields_of(params).items():
+            value = field_.address
             word = Word(0, place, Sort.UNKNOWN)
             if self._first.live(value) is None:
                 raise GraphFileError(
                     f"{path}, {place}: {value:#x} is in no live memory of the device; memory of "
                     "the process cannot be saved: copy from a named buffer"
                 )
-            if theirs is not None:
-                doubt = self._proof(word, value, theirs[place], path)[1]
+            if theirs:
+                doubt = self._proof(word, value, theirs[place].address, path)[1]
                 if doubt:
                     raise GraphFileError(doubt)
             access = Access.READ if place == "src" else Access.WRITE
             if isinstance(params, BatchMemOpNodeParams):
                 access = Access.READ | Access.WRITE
-            made.append(Address(place, value, nbytes, "field", access, place))
+            made.append(Address(place, value, field_.nbytes, "field", access, place))
         return tuple(made)
 
 
@@ -445,12 +439,6 @@ def _word(data: bytes, offset: int) -> int:
 def _places(edges: Iterable[Edge], nodes: Sequence[Node]) -> set[tuple[int, int, object]]:
     index = {node.handle: i for i, node in enumerate(nodes)}
     return {(index[e.source], index[e.target], e.data) for e in edges}
-
-
-def _events_of(params: NodeParams) -> tuple[int, ...]:
-    if isinstance(params, EventRecordNodeParams | EventWaitNodeParams):
-        return (int(params.event),)
-    return ()
 
 
 def _without_addresses(params: NodeParams) -> object:

@@ -244,8 +244,8 @@ def _last_use(entry: Entry) -> int:
 
 
 class _Hold:
-    """A lease for the length of a `with` block (`GraphCache.hold`).  A class: a generator would cost
-    0.7 us more."""
+    """A lease for the length of a `with` block (`GraphCache.hold`).  A class, because a generator
+    would take twice as long."""
 
     __slots__ = ("_cache", "_kept", "_key")
 
