@@ -148,6 +148,31 @@ class StatusMeaning:
 
 _POISONED = "Every later call on this context fails too: end the process (or reopen a host device)."
 
+_STICKY: dict[int, StatusMeaning] = {
+    Status.ILLEGAL_ADDRESS: StatusMeaning(
+        "a kernel read or wrote memory it does not own",
+        "Run under compute-sanitizer to find the kernel. " + _POISONED,
+    ),
+    Status.LAUNCH_TIMEOUT: StatusMeaning("a kernel ran too long and was stopped", _POISONED),
+    Status.CONTEXT_IS_DESTROYED: StatusMeaning(
+        "the device's context was destroyed, perhaps by another library", _POISONED
+    ),
+    Status.ASSERT: StatusMeaning("a device-side assert failed", _POISONED),
+    Status.HARDWARE_STACK_ERROR: StatusMeaning("a kernel overflowed its stack", _POISONED),
+    Status.ILLEGAL_INSTRUCTION: StatusMeaning("a kernel met an illegal instruction", _POISONED),
+    Status.MISALIGNED_ADDRESS: StatusMeaning(
+        "a kernel used an address that is not aligned to its access",
+        "Align buffers and offsets to the vector width. " + _POISONED,
+    ),
+    Status.INVALID_ADDRESS_SPACE: StatusMeaning(
+        "a kernel used an address of another memory space", _POISONED
+    ),
+    Status.INVALID_PC: StatusMeaning("a kernel jumped to an invalid place", _POISONED),
+    Status.LAUNCH_FAILED: StatusMeaning("a kernel failed while it ran", _POISONED),
+    Status.UNKNOWN: StatusMeaning("an unknown error in the driver", _POISONED),
+}
+"""The statuses of a lost context."""
+
 _MEANINGS: dict[int, StatusMeaning] = {
     Status.INVALID_VALUE: StatusMeaning(
         "an argument is outside what the call accepts",
@@ -202,30 +227,10 @@ _MEANINGS: dict[int, StatusMeaning] = {
     Status.NOT_READY: StatusMeaning(
         "the work is not finished yet", "Not a failure: wait, or ask again later."
     ),
-    Status.ILLEGAL_ADDRESS: StatusMeaning(
-        "a kernel read or wrote memory it does not own",
-        "Run under compute-sanitizer to find the kernel. " + _POISONED,
-    ),
     Status.LAUNCH_OUT_OF_RESOURCES: StatusMeaning(
         "the launch needs more registers or shared memory than a block can have",
         "Use fewer threads or less shared memory.",
     ),
-    Status.LAUNCH_TIMEOUT: StatusMeaning("a kernel ran too long and was stopped", _POISONED),
-    Status.CONTEXT_IS_DESTROYED: StatusMeaning(
-        "the device's context was destroyed, perhaps by another library", _POISONED
-    ),
-    Status.ASSERT: StatusMeaning("a device-side assert failed", _POISONED),
-    Status.HARDWARE_STACK_ERROR: StatusMeaning("a kernel overflowed its stack", _POISONED),
-    Status.ILLEGAL_INSTRUCTION: StatusMeaning("a kernel met an illegal instruction", _POISONED),
-    Status.MISALIGNED_ADDRESS: StatusMeaning(
-        "a kernel used an address that is not aligned to its access",
-        "Align buffers and offsets to the vector width. " + _POISONED,
-    ),
-    Status.INVALID_ADDRESS_SPACE: StatusMeaning(
-        "a kernel used an address of another memory space", _POISONED
-    ),
-    Status.INVALID_PC: StatusMeaning("a kernel jumped to an invalid place", _POISONED),
-    Status.LAUNCH_FAILED: StatusMeaning("a kernel failed while it ran", _POISONED),
     Status.COOPERATIVE_LAUNCH_TOO_LARGE: StatusMeaning(
         "a cooperative launch has more blocks than fit on the device at once",
         "Use fewer blocks.",
@@ -280,24 +285,7 @@ _MEANINGS: dict[int, StatusMeaning] = {
         "the graph differs from the executable in a way that an update cannot change",
         "Instantiate the new graph instead.",
     ),
-    Status.UNKNOWN: StatusMeaning("an unknown error in the driver", _POISONED),
-}
-
-_STICKY = frozenset(
-    {
-        Status.ILLEGAL_ADDRESS,
-        Status.LAUNCH_TIMEOUT,
-        Status.CONTEXT_IS_DESTROYED,
-        Status.ASSERT,
-        Status.HARDWARE_STACK_ERROR,
-        Status.ILLEGAL_INSTRUCTION,
-        Status.MISALIGNED_ADDRESS,
-        Status.INVALID_ADDRESS_SPACE,
-        Status.INVALID_PC,
-        Status.LAUNCH_FAILED,
-        Status.UNKNOWN,
-    }
-)
+} | _STICKY
 
 
 def explain(status: int) -> StatusMeaning:

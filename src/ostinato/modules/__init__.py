@@ -6,6 +6,7 @@ memory, from disk, or by compiling.  Not here: launching (`ostinato.launch`), gr
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from ostinato.modules.cache import ModuleCache, ModuleCacheStatistics, PreloadItem
@@ -35,18 +36,11 @@ __all__ = [
 ]
 
 
+_LATER = {"CompiledSource": "offline", "CompilerPool": "ahead", "KernelResources": "cubin"}
+"""Names that only compiling ahead or without a device needs, imported on first use."""
+
+
 def __getattr__(name: str) -> object:
-    """Imports what only compiling ahead or without a device needs, on first use."""
-    if name == "CompilerPool":
-        from ostinato.modules.ahead import CompilerPool
-
-        return CompilerPool
-    if name == "KernelResources":
-        from ostinato.modules.cubin import KernelResources
-
-        return KernelResources
-    if name == "CompiledSource":
-        from ostinato.modules.offline import CompiledSource
-
-        return CompiledSource
-    raise AttributeError(f"module 'ostinato.modules' has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'ostinato.modules' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ostinato.modules.{_LATER[name]}"), name)

@@ -88,8 +88,9 @@ def kernel_resources(data: bytes) -> tuple[KernelResources, ...]:
     names = kernel_names(data)
     if not names:
         return ()
+    sections = {name: place for place, name in enumerate(_section_names(data))}
     (table,) = struct.unpack_from("<Q", data, 0x28)
-    count, names_index = struct.unpack_from("<HH", data, 0x3C)
+    (count,) = struct.unpack_from("<H", data, 0x3C)
     raw = [_ENTRY.unpack_from(data, table + _ENTRY.size * i) for i in range(count)]
 
     def content(index: int) -> bytes:
@@ -99,7 +100,6 @@ def kernel_resources(data: bytes) -> tuple[KernelResources, ...]:
     def text(strings: bytes, at: int) -> str:
         return strings[at : strings.index(b"\0", at)].decode()
 
-    sections = {text(content(names_index), entry[0]): i for i, entry in enumerate(raw)}
     symbols = sections[".symtab"]
     strings = content(raw[symbols][6])
     symbol_names = [text(strings, at) for at, _ in struct.iter_unpack("<I20s", content(symbols))]

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from numbers import Integral, Real
 from os import PathLike
@@ -67,16 +67,16 @@ BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class _Content:
     """The fields of `Source`."""
 
     cuda: str | None
     data: bytes
     kind: str
-    host: Mapping[str, HostKernel]
-    signatures: Mapping[str, Signature]
-    headers: Mapping[str, str]
+    host: Mapping[str, HostKernel] = field(compare=False)
+    signatures: Mapping[str, Signature] = field(hash=False)
+    headers: Mapping[str, str] = field(hash=False)
     name: str
     _host: tuple[tuple[str, int], ...]
     """Host kernels by identity: the functions live as long as the source."""
@@ -219,24 +219,6 @@ class Source(_Content):
         for header in sorted(self.headers):
             parts += [header, self.headers[header]]
         return digest_of(parts)
-
-    def __hash__(self) -> int:
-        return hash((self.cuda, self.data, self.kind, self.name, self._host, tuple(self.headers)))
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, Source):
-            return NotImplemented
-        return (
-            self.cuda == other.cuda
-            and self.data == other.data
-            and self.kind == other.kind
-            and self.name == other.name
-            and self._host == other._host
-            and self.headers == other.headers
-            and self.signatures == other.signatures
-        )
 
     def __repr__(self) -> str:
         languages = [self.kind] if self.has_device_code else []
