@@ -21,15 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from ostinato.driver.api import (
-    Capabilities,
-    CudaContext,
-    DeviceProperties,
     Driver,
-    HostFailureListener,
     StreamHandle,
 )
 from ostinato.driver.stream import Stream
-from ostinato.errors import DriverError, InputError, Status, driver_error
+from ostinato.errors import InputError, Status, driver_error
 
 if TYPE_CHECKING:
     # To a type checker a wrapped driver has every call of the protocol, as this class has; at run
@@ -126,31 +122,6 @@ class FaultyDriver(_WrappedDriver):
         with self._guard:
             return self.calls.count(call)
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    @property
-    def properties(self) -> DeviceProperties:
-        return self.inner.properties
-
-    @property
-    def cuda_context(self) -> CudaContext | None:
-        return self.inner.cuda_context
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def on_host_failure(self, listener: HostFailureListener) -> None:
-        self.inner.on_host_failure(listener)
-
-    def unraised(self, patience: float) -> DriverError | None:
-        return self.inner.unraised(patience)
-
     def _note(self, call: str) -> None:
         with self._guard:
             self.calls.append(call)
@@ -163,7 +134,7 @@ class FaultyDriver(_WrappedDriver):
 
         def __getattr__(self, name: str) -> Any:
             inner = getattr(self.inner, name)
-            if name.startswith("_") or not hasattr(Driver, name):
+            if name.startswith("_") or name in _NEVER_FAIL or not hasattr(Driver, name):
                 return inner
             wrapped = inner
             if name == "exec_prepare_launch":

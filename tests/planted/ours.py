@@ -238,7 +238,7 @@ _FAULTS = (
     Fault(
         "size-in-an-outer-capture",
         "A step inside a capture bakes in a real size that is not the one on the device.",
-        "ostinato.step.sizes:DeviceSizes._require_there",
+        "ostinato.step.sizes:DeviceSizes._join",
         "if there != wanted:",
         "if False:",
         (STEP + "test_a_size_that_the_device_does_not_have_joins_no_capture",),
@@ -780,7 +780,7 @@ _FAULTS = (
         "set-copy-is-dropped",
         "An executable does not keep the buffers that a copy was set to.",
         "ostinato.graph.executable:GraphExec._set_row",
-        "tuple(buffers.items())",
+        '(("dst", dst), ("src", src))',
         "()",
         (FOOTGUNS + "lifetimes.py::test_what_a_node_was_set_to_lives_with_the_executable",),
     ),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeAlias
 
 from ostinato.driver.api import KernelNodeParams, MemcpyNodeParams, MemsetNodeParams
 from ostinato.driver.signature import Signature
@@ -12,14 +12,7 @@ from ostinato.driver.stream import Operation
 from ostinato.graph import Node
 from ostinato.graph.node import decode_arguments
 
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A kernel, copy or fill: the compared part of a node, or of an operation."""
-
-    name: str
-    params: KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
-    signature: Signature | None
+_Launch: TypeAlias = Node | Operation
 
 
 def first_drift(
@@ -43,29 +36,26 @@ def first_drift(
     return None
 
 
-def _launches(items: Sequence[Node | Operation]) -> list[_Launch]:
-    found = []
-    for item in items:
-        if isinstance(item.params, KernelNodeParams):
-            found.append(_Launch(item.name, item.params, item.signature))
-        elif isinstance(item.params, MemcpyNodeParams):
-            found.append(_Launch("copy", item.params, None))
-        elif isinstance(item.params, MemsetNodeParams):
-            found.append(_Launch("fill", item.params, None))
-    return found
+def _launches(items: Sequence[_Launch]) -> list[_Launch]:
+    kinds = KernelNodeParams | MemcpyNodeParams | MemsetNodeParams
+    return [item for item in items if isinstance(item.params, kinds)]
+
+
+def _name(launch: _Launch | None) -> str:
+    if launch is None:
+        return "nothing"
+    if isinstance(launch.params, KernelNodeParams):
+        return launch.name
+    return "copy" if isinstance(launch.params, MemcpyNodeParams) else "fill"
 
 
 def _difference(
     index: int, one: _Launch | None, other: _Launch | None
 ) -> tuple[str, str, str] | None:
     """Returns the part that differs, and its two values."""
-    if one is None or other is None or one.name != other.name:
-        return (
-            f"operation {index}",
-            "nothing" if one is None else one.name,
-            "nothing" if other is None else other.name,
-        )
-    where = f"of operation {index} ({one.name})"
+    if one is None or other is None or _name(one) != _name(other):
+        return f"operation {index}", _name(one), _name(other)
+    where = f"of operation {index} ({_name(one)})"
     a, b = one.params, other.params
     if isinstance(a, KernelNodeParams) and isinstance(b, KernelNodeParams):
         if a.function != b.function:

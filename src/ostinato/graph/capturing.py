@@ -168,12 +168,18 @@ class _Session(Tap):
 
     def begin(self) -> None:
         """Begins the capture, after `enter` and `wait_for_others`."""
-        stream = self.stream
+        stream, driver = self.stream, self.stream.context.driver
         try:
-            self._begin_in_driver()
+            if self.into is None:
+                driver.stream_begin_capture(stream.handle, self.mode)
+            else:
+                leaves, into = _leaves(self.into), self.into.handle
+                self._before = frozenset(driver.graph_nodes(into))
+                self.into.recount()
+                driver.stream_begin_capture_to_graph(stream.handle, into, leaves, self.mode)
+        except ContextPoisonedError:
+            raise
         except DriverError as error:
-            if isinstance(error, ContextPoisonedError):
-                raise
             reason = _NOT_BEGUN if error.status == Status.ILLEGAL_STATE else str(error)
             raise CaptureError(f"a capture could not begin on {stream!r}: {reason}") from error
         self._in_driver = True
@@ -193,16 +199,6 @@ class _Session(Tap):
                     "thread has been putting work on it; let threads take turns on a stream"
                 )
             time.sleep(0)
-
-    def _begin_in_driver(self) -> None:
-        driver, stream = self.stream.context.driver, self.stream.handle
-        if self.into is None:
-            driver.stream_begin_capture(stream, self.mode)
-        else:
-            leaves = _leaves(self.into)
-            self._before = frozenset(driver.graph_nodes(self.into.handle))
-            self.into.recount()
-            driver.stream_begin_capture_to_graph(stream, self.into.handle, leaves, self.mode)
 
     def leave(self) -> None:
         """Ends the driver's capture in any state; sets `handle` or `failure`."""

@@ -602,9 +602,9 @@ class GraphExec(Launcher, Closeable):
         elif names == {"config"}:
             self._set_config(node, **given)
         elif names == {"dst", "src"}:
-            self._set_copy(node, **given)
+            self._set_row(node, copy_operation(**given), **given)
         elif names == {"dst", "value"}:
-            self._set_fill(node, **given)
+            self._set_row(node, fill_operation(**given), given["dst"])
         elif names == {"enabled"}:
             self._set_enabled(node, **given)
         else:
@@ -702,15 +702,12 @@ class GraphExec(Launcher, Closeable):
             assert isinstance(kernel, KernelNodeParams)
             self._change(NodeChange(found, replace(kernel, config=config)))
 
-    def _set_fill(self, node: Node | int, dst: Buffer, value: float) -> None:
-        self._set_row(node, for_a_node(fill_operation(dst, value)).params, dst=dst)
-
-    def _set_copy(self, node: Node | int, dst: Buffer, src: Buffer) -> None:
-        self._set_row(node, for_a_node(copy_operation(dst, src)).params, dst=dst, src=src)
-
-    def _set_row(self, node: Node | int, new: NodeParams, **buffers: Buffer) -> None:
+    def _set_row(
+        self, node: Node | int, operation: Operation, dst: Buffer, src: Buffer | None = None
+    ) -> None:
         """Sets a node that copies or fills one row of linear memory.  Raises UpdateRefusedError for
         one that has several rows, or works on a CUDA array."""
+        new = for_a_node(operation).params
         copies = isinstance(new, MemcpyNodeParams)
         kind, what = (NodeKind.MEMCPY, "src") if copies else (NodeKind.MEMSET, "value")
         with uninterrupted, self._lock:
@@ -732,8 +729,9 @@ class GraphExec(Launcher, Closeable):
                     "MemsetNodeParams(…)",
                     node_index=found.index,
                 )
-            self.context.space.require(buffers["dst"], "dst", "the executable is of")
-            self._change(NodeChange(found, params, tuple(buffers.items())))
+            self.context.space.require(dst, "dst", "the executable is of")
+            owners = (("dst", dst), ("src", src)) if copies else (("dst", dst),)
+            self._change(NodeChange(found, params, owners))
 
     def _set_enabled(self, node: Node | int, enabled: bool) -> None:
         with uninterrupted, self._lock:

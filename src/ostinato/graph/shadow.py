@@ -230,8 +230,13 @@ class Shadow:
         if self._nodes is None:
             graph, frozen = self._now.updated or (self._graph, self._frozen)
             _ = graph.handle  # raises if it was closed
-            if self._now.updated is not None:
-                self._require_same_order(frozen)
+            # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another
+            # order; the settings here belong to a node's index.
+            if self._now.updated is not None and self._frozen.shape() != frozen.shape():
+                raise UpdateRefusedError(
+                    "the executable was updated from a graph whose nodes come in another order, so "
+                    "its single nodes cannot be told apart any more; instantiate again to set them"
+                )
             find, reader = KnownRanges(self._driver.memory_range), graph.reader
             read = [frozen.node(reader, index, find) for index in range(len(self._handles))]
             if self._now.updated is None:
@@ -240,15 +245,6 @@ class Shadow:
                 self._nodes = _under_handles(self._frozen, self._frozen.outer, read)
             self._single = {}
         return self._nodes
-
-    def _require_same_order(self, frozen: Frozen) -> None:
-        # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another order;
-        # the settings here belong to a node's index.
-        if self._frozen.shape() != frozen.shape():
-            raise UpdateRefusedError(
-                "the executable was updated from a graph whose nodes come in another order, so its "
-                "single nodes cannot be told apart any more; instantiate again to set them"
-            )
 
     def node(self, node: Node | int) -> Node:
         """Returns a node as it was in the definition, also inside child graphs and bodies.

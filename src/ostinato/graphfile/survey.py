@@ -341,7 +341,9 @@ class _Surveyor:
         if word.sort is Sort.POINTER:
             if not value and not twin:
                 return None, ""
-            if not value or not (self._first.live(value) or self._at_an_end(value)):
+            # An empty tail slice points at the end of its buffer.
+            ends = [memory.end for memory in self._first.named.values()]
+            if not value or not (self._first.live(value) or value in ends):
                 raise GraphFileError(
                     f"{path}, {word.label}: {value:#x} is in no live memory; keep what the graph "
                     "points at allocated until it is saved"
@@ -365,10 +367,6 @@ class _Surveyor:
             "only one of them is in live memory; keep the memory of both captures allocated "
             "until the graph is saved"
         )
-
-    def _at_an_end(self, value: int) -> bool:
-        """True if an address is the end of a named buffer, as for an empty tail slice."""
-        return any(memory.end == value for memory in self._first.named.values())
 
     def _moved_alone(self, word: Word, value: int, path: str) -> str:
         """Returns an objection if both captures have this address, though its buffer was

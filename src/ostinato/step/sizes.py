@@ -251,17 +251,8 @@ class DeviceSizes:
         self._joins = True
 
     def _join(self, name: str, stream: Stream) -> None:
-        """Makes the graph of a capture write a size before work that reads it."""
-        self._require_there(name)
-        if not self._nested:
-            self._fill(name, stream)
-
-    def _fill(self, name: str, stream: Stream) -> None:
-        """Writes a size by an operation that the graph being made repeats."""
-        self._elsewhere = True
-        fill(stream, self._scalars[name].buffer, self._now[name])
-
-    def _require_there(self, name: str) -> None:
+        """Makes the graph of a capture write a size before work that reads it.  Raises CaptureError
+        if the device has another value."""
         known = not (self._nested and self._elsewhere)
         wanted, there = self._now[name], self._there.get(name) if known else None
         if there != wanted:
@@ -269,6 +260,13 @@ class DeviceSizes:
                 f"{name} is {there} on the device and {wanted} is wanted, which cannot be written "
                 "while a capture is under way: call the step with this size before"
             )
+        if not self._nested:
+            self._fill(name, stream)
+
+    def _fill(self, name: str, stream: Stream) -> None:
+        """Writes a size by an operation that the graph being made repeats."""
+        self._elsewhere = True
+        fill(stream, self._scalars[name].buffer, self._now[name])
 
     def end(self) -> None:
         """Ends a run, which has called `scalar` for each size that it reads."""

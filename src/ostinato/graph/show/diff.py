@@ -378,7 +378,7 @@ def _changes(
 def _argument_changes(x: Argument, y: Argument) -> Iterator[FieldChange]:
     name = y.name or x.name or f"argument {x.index}"
     if x.size != y.size or x.size <= _WORD:
-        texts = [_value_text(a) for a in (x, y)]
+        texts = [str(a._replace(name="")) for a in (x, y)]
         if texts[0] == texts[1]:  # Floats that differ in the last places, or NaNs.
             texts = [f"0x{int.from_bytes(a.raw, 'little'):0{2 * a.size}x}" for a in (x, y)]
         yield FieldChange(name, *texts)
@@ -389,11 +389,6 @@ def _argument_changes(x: Argument, y: Argument) -> Iterator[FieldChange]:
             yield FieldChange(
                 f"{name}+{at}", *(f"{int.from_bytes(word, 'little'):#x}" for word in words)
             )
-
-
-def _value_text(argument: Argument) -> str:
-    """Returns the argument without its name."""
-    return str(argument._replace(name=""))
 
 
 def _parameters(node: Node) -> Mapping[str, object]:
