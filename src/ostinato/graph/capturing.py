@@ -629,14 +629,18 @@ class Capture:
             self._abort()
             self.stream.context.require_open()
             raise session.broken(session.failure) from (session.broken_by or session.failure)
-        session.require_joined()
-        if session.refusal is not None:
+        try:
+            session.require_joined()
+            if session.refusal is not None:
+                raise session.refusal
+            if not session.handle:
+                raise CaptureError(
+                    "the driver ended the capture without an error and without a graph"
+                )
+            self._graph = self._take_graph(session)
+        except Exception:
             self._abort()
-            raise session.refusal
-        if not session.handle:
-            self._abort()
-            raise CaptureError("the driver ended the capture without an error and without a graph")
-        self._graph = self._take_graph(session)
+            raise
         self._detach()
         self._state = _State.ENDED
         return self._graph
@@ -652,13 +656,8 @@ class Capture:
         )
         if into is not None:
             if not session.noted and not session.grew(into):
-                self._abort()
                 raise nothing
-            try:
-                session.add_records(into)
-            except Exception:
-                self._abort()
-                raise
+            session.add_records(into)
             into.labels.update(session.labels)
             into.keep.extend(session.keep)
             return into

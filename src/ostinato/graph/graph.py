@@ -75,12 +75,8 @@ _DEFINITION = "a graph is a definition: run = graph.instantiate(upload=stream) c
 
 
 @elsewhere(
-    launch=f"{_DEFINITION}launched",
-    replay=f"{_DEFINITION}launched",
-    upload=f"{_DEFINITION}launched",
-    set=f"{_DEFINITION}changed",
-    set_all=f"{_DEFINITION}changed",
-    patcher=f"{_DEFINITION}changed",
+    **dict.fromkeys(("launch", "replay", "upload"), f"{_DEFINITION}launched"),
+    **dict.fromkeys(("set", "set_all", "patcher"), f"{_DEFINITION}changed"),
     rebind=f"{_DEFINITION}rebound",
     update=f"{_DEFINITION}updated",
 )

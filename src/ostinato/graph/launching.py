@@ -124,20 +124,19 @@ def _require_types(what: str, kernel: object, config: object, stream: object = N
     """Raises InputError for arguments of the wrong type."""
     from ostinato.modules import Kernel
 
-    order = "kernel, config, *arguments"
-    wanted = [("kernel", kernel, Kernel), ("config", config, LaunchConfig)]
-    if what == "launch":
-        order = f"stream, {order}"
-        wanted.insert(0, ("stream", stream, Stream))
-    for name, value, kind in wanted:
+    wanted: list[tuple[str, object, type, str]] = [
+        ("stream", stream, Stream, "device.create_stream() makes one"),
+        ("kernel", kernel, Kernel, "device.kernel(source, name) makes one"),
+        ("config", config, LaunchConfig, "ost.LaunchConfig(grid, block)"),
+    ]
+    if what != "launch":
+        del wanted[0]
+    order = ", ".join(name for name, *_ in wanted)
+    for name, value, kind, how in wanted:
         if not isinstance(value, kind):
-            how = {
-                Kernel: " (device.kernel(source, name) makes one)",
-                LaunchConfig: " (ost.LaunchConfig(grid, block))",
-            }.get(kind, " (device.create_stream() makes one)")
             raise InputError(
-                f"{what}({order}): {name} must be a {kind.__name__}, not "
-                f"{type(value).__name__}{how}"
+                f"{what}({order}, *arguments): {name} must be a {kind.__name__}, not "
+                f"{type(value).__name__} ({how})"
             )
 
 

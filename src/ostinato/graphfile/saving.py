@@ -450,7 +450,8 @@ class _Plan:
         self._starts = [piece.memory.address for piece in pieces if piece.node is None]
         self._keeping = keeping
         self._refuse_lost()
-        self._digests: dict[int, str] = {}  # by id of the image, which `_codes` keeps alive
+        self._digests: dict[bytes, str] = {}
+        """The digests of the kernels' images; many kernels share one."""
         self._codes = [self._code(function) for function in found.functions]
         self.given = [n for n, one in named.items() if "input" in one.roles]
         """Names of inputs."""
@@ -469,7 +470,6 @@ class _Plan:
 
     def manifest(self, *, checked: bool, key: str) -> tuple[GraphManifest, dict[str, bytes]]:
         """Returns the manifest, and the images by digest."""
-        images = {code.record.digest: code.image for code in self._codes if code.image}
         known = {
             int(found.node.params.handle): found.node.defaults
             for found in self._found.graph.walk()
@@ -478,7 +478,7 @@ class _Plan:
         conditions = [_made_here(handle, known[handle]) for handle in self._found.conditions]
         made = GraphManifest(
             machine_of(self._graph.context),
-            tuple(code.record for code in self._codes),
+            tuple(self._codes),
             tuple(
                 Block(p.memory.nbytes, p.memory.address % 256, p.pinned, p.node)
                 for p in self._pieces
@@ -491,7 +491,7 @@ class _Plan:
             {},
             key,
         )
-        return made, images
+        return made, {digest: image for image, digest in self._digests.items()}
 
     def _buffer(self, one: _Named) -> NamedBuffer:
         block, into = self._place(one.memory.address)
@@ -500,7 +500,7 @@ class _Plan:
             *(one.name, one.roles, block, into, one.shape, one.dtype.str, stored, one.look)
         )
 
-    def _code(self, function: FunctionHandle) -> _Code:
+    def _code(self, function: FunctionHandle) -> FunctionRecord:
         driver = self._graph.context.driver
         user = next(
             node
@@ -515,14 +515,12 @@ class _Plan:
         parameters = driver.function_info(function).parameters
         signature = user.node.signature
         known = signature is not None and signature.layout == parameters
-        digest = self._digests.get(id(code.data))
-        if digest is None:  # many kernels share an image
-            digest = sha256(code.data).hexdigest() if code.data else ""
-            self._digests[id(code.data)] = digest
-        record = FunctionRecord(
+        if code.data and code.data not in self._digests:
+            self._digests[code.data] = sha256(code.data).hexdigest()
+        return FunctionRecord(
             code.name,
             code.kind,
-            digest,
+            self._digests.get(code.data, ""),
             code.target,
             parameters,
             code.shared,
@@ -530,7 +528,6 @@ class _Plan:
             code.wide_clusters,
             signature if known else None,
         )
-        return _Code(record, code.data)
 
     def _place(self, address: int) -> tuple[int, int]:
         """Returns the block of an address and the offset in it."""
@@ -548,7 +545,7 @@ class _Plan:
     def _record(self, graph: SurveyedGraph) -> GraphRecord:
         place = {node.node.handle: index for index, node in enumerate(graph.nodes)}
         return GraphRecord.of(
-            [code.record for code in self._codes],
+            self._codes,
             [self._node(node) for node in graph.nodes],
             [EdgeRecord(place[e.source], place[e.target], e.data) for e in graph.edges],
         )
@@ -613,12 +610,6 @@ def _made_here(handle: int, defaults: ConditionDefaults | None) -> ConditionDefa
             "tell its first value; make the conditional node with this library"
         )
     return defaults
-
-
-@dataclass(frozen=True, slots=True)
-class _Code:
-    record: FunctionRecord
-    image: bytes
 
 
 # -------------------------------------------------------------------------------------- the check
