@@ -49,21 +49,15 @@ class Variable(Generic[T_co]):
             raise SettingsError(f"{self.name}={text!r}: {error}; it is: {self.doc}") from None
 
 
-_SWITCH = {"1": True, "true": True, "yes": True, "on": True} | {
-    "": False,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def _switch(text: str | None) -> bool:
     """Off if the variable is missing or empty."""
-    found = _SWITCH.get((text or "").strip().lower())
-    if found is None:
+    word = (text or "").strip().lower()
+    if word not in _ON + _OFF:
         raise ValueError("1, true, yes or on is needed, or 0, false, no or off")
-    return found
+    return word in _ON
 
 
 def _text_or_none(text: str | None) -> str | None:

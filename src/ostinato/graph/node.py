@@ -320,10 +320,7 @@ def every_node(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def pointer_words(
-    raw: bytes,
-    offset: int,
-    size: int,
-    find: Callable[[int], MemoryRange | None],
+    raw: bytes, offset: int, find: Callable[[int], MemoryRange | None]
 ) -> tuple[Pointer, ...]:
     """Returns the aligned 8-byte words of one argument that are addresses in live allocations.
 
@@ -331,7 +328,7 @@ def pointer_words(
     """
     found = []
     first = -(-offset // _WORD) * _WORD
-    for at in range(first, offset + size - _WORD + 1, _WORD):
+    for at in range(first, offset + len(raw) - _WORD + 1, _WORD):
         address = int.from_bytes(raw[at - offset : at - offset + _WORD], "little")
         allocation = find(address) if address else None
         if allocation is not None:
@@ -373,16 +370,12 @@ def decode_arguments(
     if not layout:
         if not data:
             return ()
-        return (Argument(0, 0, len(data), data, pointers=pointer_words(data, 0, len(data), find)),)
-    slots: _Slots | None = None
+        return (Argument(0, 0, len(data), data, pointers=pointer_words(data, 0, find)),)
     # By identity: comparing and hashing signatures and layouts takes longer than all the rest.
-    pair = id(signature), id(layout)
-    if made is not None:
-        slots = made.get(pair)
+    pair, made = (id(signature), id(layout)), {} if made is None else made
+    slots = made.get(pair)
     if slots is None:
-        slots = _slots(layout, signature)
-        if made is not None:
-            made[pair] = slots
+        slots = made[pair] = _slots(layout, signature)
     decoded: list[Argument] = []
     for offset, end, parameter, index, known in slots.each:
         raw = data[offset:end]
@@ -422,7 +415,7 @@ def _argument(
 ) -> Argument:
     size = len(raw)
     if parameter is None:
-        words = pointer_words(raw, offset, size, find)
+        words = pointer_words(raw, offset, find)
         return Argument(index, offset, size, raw, pointers=words)
     name, kind = parameter.name, parameter.type
     if parameter.pointer:
@@ -430,7 +423,7 @@ def _argument(
         pointer = Pointer(offset, address, find(address) if address else None, True)
         return Argument(index, offset, size, raw, name, f"*{kind}", None, (pointer,))
     if kind == "bytes":
-        words = pointer_words(raw, offset, size, find)
+        words = pointer_words(raw, offset, find)
         return Argument(index, offset, size, raw, name, kind, pointers=words)
     (value,) = struct.unpack(f"<{parameter.code}", raw)
     return Argument(index, offset, size, raw, name, kind, value)
