@@ -74,12 +74,9 @@ def _difference(
 def _argument(
     where: str, a: KernelNodeParams, b: KernelNodeParams, signature: Signature | None
 ) -> tuple[str, str, str] | None:
-    held, given = (decode_arguments(params, signature, _nowhere) for params in (a, b))
+    # Addresses show as numbers: the memory may have been freed since.
+    held, given = (decode_arguments(params, signature, lambda _: None) for params in (a, b))
     for one, other in zip(held, given, strict=False):
         if one.raw != other.raw:
             return f"argument {one.index} {where}", str(one), str(other)
     return None
-
-
-def _nowhere(address: int) -> None:
-    """Returns None, so that addresses show as numbers: the memory may have been freed since."""

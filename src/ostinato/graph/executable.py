@@ -476,7 +476,7 @@ class GraphExec(Launcher, Closeable):
     @property
     def empty(self) -> bool:
         """True if it has no nodes, so that a launch does nothing."""
-        return self._shadow.empty
+        return not len(self._shadow)
 
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters of the next launch.

@@ -175,11 +175,6 @@ class Shadow:
         """Returns the number of nodes, without those inside others."""
         return len(self._handles)
 
-    @property
-    def empty(self) -> bool:
-        """True if there are no nodes."""
-        return not self._handles
-
     def grown(self) -> bool:
         """True if the definition has other nodes than when it was read."""
         return self._driver.graph_nodes(self._graph.handle) != self._handles

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -113,19 +113,19 @@ class _Use:
     path: str
 
 
-class _ByAddress(Generic[_T]):
-    """Items sorted by address, because a graph has thousands of blocks and addresses."""
+def _by_address(
+    things: Sequence[_T], address_of: Callable[[_T], int]
+) -> Callable[[MemoryRange], list[_T]]:
+    """Returns a function that finds the things with an address in a range, in their given order.
+    It searches in sorted addresses: a graph has thousands of them, and of blocks."""
+    order = sorted(range(len(things)), key=lambda n: address_of(things[n]))
+    addresses = [address_of(things[n]) for n in order]
 
-    def __init__(self, things: Sequence[_T], address_of: Callable[[_T], int]) -> None:
-        self._things = things
-        self._order = sorted(range(len(things)), key=lambda n: address_of(things[n]))
-        self._addresses = [address_of(things[n]) for n in self._order]
+    def inside(memory: MemoryRange) -> list[_T]:
+        first, behind = (bisect_left(addresses, end) for end in (memory.address, memory.end))
+        return [things[n] for n in sorted(order[first:behind])]
 
-    def inside(self, memory: MemoryRange) -> list[_T]:
-        """Returns the items with an address in a range, in the order in which they were given."""
-        first = bisect_left(self._addresses, memory.address)
-        behind = bisect_left(self._addresses, memory.end)
-        return [self._things[n] for n in sorted(self._order[first:behind])]
+    return inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,14 +360,13 @@ def _pieces(
         for place, node in enumerate(found.graph.walk())
         for address in node.addresses
     ]
-    used = _ByAddress(uses, lambda use: use.address)
-    names = _ByAddress(list(named.values()), lambda one: one.memory.address)
+    used = _by_address(uses, lambda use: use.address)
+    names = _by_address(list(named.values()), lambda one: one.memory.address)
     pieces = [
-        _piece(memory, None, used.inside(memory), names.inside(memory), context)
-        for memory in merged(ranges)
+        _piece(memory, None, used(memory), names(memory), context) for memory in merged(ranges)
     ]
     for index, memory in found.allocated.items():
-        pieces.append(_piece(memory, index, used.inside(memory), (), context))
+        pieces.append(_piece(memory, index, used(memory), (), context))
     return pieces
 
 
