@@ -569,8 +569,8 @@ _FAULTS = (
     Fault(
         "restored-graph-records-another-event",
         "A graph restored from a store records an event of its own in place of the step's.",
-        "ostinato.graphfile.saving:save_keyed",
-        "if key and found.events:",
+        "ostinato.graphfile.saving:Saving.save",
+        "if self.key and found.events:",
         "if False:",
         (FOOTGUNS + "events.py::test_a_store_refuses_a_graph_with_events_of_this_process",),
     ),

@@ -173,7 +173,7 @@ def save(
     process with other memory at other addresses before it is put in place.  Raises GraphFileError
     for what cannot be saved, with the node and the reason; docs/graph-file.md has the rules.
     """
-    save_keyed(
+    Saving(
         graph,
         Path(path),
         inputs=inputs or {},
@@ -183,113 +183,103 @@ def save(
         twin=twin,
         check=check,
         code=None if code is None else Path(code),
-    )
+    ).save()
 
 
-def save_keyed(
-    graph: Graph,
-    path: Path,
-    *,
-    inputs: Mapping[str, Target],
-    outputs: Mapping[str, Target],
-    constants: Mapping[str, Target],
-    keeping: Keeping,
-    twin: Twin | None,
-    check: bool,
-    code: Path | None,
-    key: str = "",
-    run: GraphExec | None = None,
-) -> None:
-    """Implements `save`.  `key`: the key in a store, as text.  `run`: an executable of the graph as
-    it is, used for the launches; if None, one is instantiated (a graph with conditional nodes
-    allows only one)."""
-    if keeping not in ("stored", "by name"):
-        raise InputError(f'keeping={keeping!r}: "stored" or "by name"')
-    graph.require_launchable()
-    if graph.before_launch is not None:
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """The arguments of `save`.  `key`: the key in a store, as text.  `run`: an executable of the
+    graph as it is, used for the launches; if None, one is instantiated (a graph with conditional
+    nodes allows only one)."""
+
+    graph: Graph
+    path: Path
+    inputs: Mapping[str, Target]
+    outputs: Mapping[str, Target]
+    constants: Mapping[str, Target]
+    keeping: Keeping
+    twin: Twin | None
+    check: bool
+    code: Path | None
+    key: str = ""
+    run: GraphExec | None = None
+
+    def save(self) -> None:
+        """Implements `save`."""
+        graph, check = self.graph, self.check
+        if self.keeping not in ("stored", "by name"):
+            raise InputError(f'keeping={self.keeping!r}: "stored" or "by name"')
+        graph.require_launchable()
+        if graph.before_launch is not None:
+            raise GraphFileError(
+                "the graph draws random numbers, and the state of their generator is moved on "
+                "before each launch by what is no part of the graph; draw the numbers outside of "
+                "the graph, into a named buffer"
+            )
+        graph.context.synchronize()
+        named = _named(self.inputs, self.outputs, self.constants)
+        found = survey(graph, {n: one.memory for n, one in named.items()}, self.twin)
+        if self.key and found.events:
+            raise GraphFileError(
+                "the graph records or waits for events of this process, and one that is restored "
+                "has events of its own: nobody outside would see them"
+            )
+        loose = [(at, one) for at, node in enumerate(found.graph.walk()) for one in node.loose]
+        if len(loose) > (_MOST_LOOSE if check else 0):
+            many = f"{len(loose)} such places are too many to try" if check else ""
+            raise GraphFileError(f"{loose[0][1].why} ({many or 'check=False tries nothing'})")
+        strayed: list[MemoryRange] = []
+        for _ in range(_MOST_STRAYS):
+            more = self._attempt(found, named, loose, strayed)
+            if not more:
+                return
+            strayed += more
         raise GraphFileError(
-            "the graph draws random numbers, and the state of their generator is moved on before "
-            "each launch by what is no part of the graph; draw the numbers outside of the graph, "
-            "into a named buffer"
+            f"{self.path}: each try writes outside of the memory that the last one was found to "
+            f"use, such as at {strayed[-1].address:#x}; name all memory that the graph uses"
         )
-    context = graph.context
-    context.synchronize()
-    named = _named(inputs, outputs, constants)
-    found = survey(graph, {n: one.memory for n, one in named.items()}, twin)
-    if key and found.events:
-        raise GraphFileError(
-            "the graph records or waits for events of this process, and one that is restored has "
-            "events of its own: nobody outside would see them"
-        )
-    loose = [(place, one) for place, node in enumerate(found.graph.walk()) for one in node.loose]
-    if len(loose) > (_MOST_LOOSE if check else 0):
-        many = f"{len(loose)} such places are too many to try" if check else ""
-        raise GraphFileError(f"{loose[0][1].why} ({many or 'check=False tries nothing'})")
-    strayed: list[MemoryRange] = []
-    for _ in range(_MOST_STRAYS):
-        more = _saved(
-            *(graph, path, found, named, loose, strayed, keeping, check, code, key, run),
-        )
-        if not more:
-            return
-        strayed += more
-    raise GraphFileError(
-        f"{path}: each try writes outside of the memory that the last one was found to use, such "
-        f"as at {strayed[-1].address:#x}; name all memory that the graph uses"
-    )
 
-
-def _saved(
-    graph: Graph,
-    path: Path,
-    found: Survey,
-    named: Mapping[str, _Named],
-    loose: Sequence[tuple[int, Loose]],
-    strayed: Sequence[MemoryRange],
-    keeping: Keeping,
-    check: bool,
-    code: Path | None,
-    key: str,
-    run: GraphExec | None,
-) -> list[MemoryRange]:
-    """Writes the file and returns []; or writes none and returns the memory that the check found in
-    use besides.
-
-    `strayed`: such memory from earlier attempts.
-    """
-    context = graph.context
-    pieces = _pieces(found, named, context, strayed)
-    plan = _Plan(graph, found, named, pieces, keeping)
-    manifest, images = plan.manifest(checked=check, key=key)
-    with Stream(context, context.driver.stream_create(), owned=True) as stream:
-        constants = plan.constant if keeping == "stored" else ()
-        needed = {*plan.given, *constants}
-        content = _Content(context, stream, pieces, None if check else needed)
-        tensors = {}
-        if keeping == "stored":
-            tensors = {f"constants/{n}": one for n, one in plan.constants(content.first).items()}
-        for name in plan.given:
-            tensors[f"inputs/{name}"] = plan.view(content.first, name)
-        rest: dict[str, npt.NDArray[Any]] = {}
-        if check:
-            after = _reference(graph, run, stream, content, plan)
-            for name in plan.changing:
-                tensors[f"results/{name}"] = plan.view(after, name)
-            rest = {} if keeping == "stored" else plan.constants(content.first)
-    draft = temporary_beside(path)
-    try:
-        write_file(draft if check else path, manifest, images, tensors, code)
-        if check:
-            strays = _check(draft, context, pieces, rest, content, code, loose)
-            if strays:
-                return [_grown(pieces[n], stray, named, context) for n, stray in strays.items()]
-            draft.replace(path)
-    except OSError as error:
-        raise GraphFileError(f"{path} cannot be written ({error}); nothing was saved") from error
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-    return []
+    def _attempt(
+        self,
+        found: Survey,
+        named: Mapping[str, _Named],
+        loose: Sequence[tuple[int, Loose]],
+        strayed: Sequence[MemoryRange],
+    ) -> list[MemoryRange]:
+        """Writes the file and returns []; or writes none and returns the memory that the check
+        found in use besides.  `strayed`: such memory from earlier attempts."""
+        context, path, check = self.graph.context, self.path, self.check
+        pieces = _pieces(found, named, context, strayed)
+        plan = _Plan(self.graph, found, named, pieces, self.keeping)
+        manifest, images = plan.manifest(checked=check, key=self.key)
+        stored = plan.constant if self.keeping == "stored" else []
+        with Stream(context, context.driver.stream_create(), owned=True) as stream:
+            content = _Content(context, stream, pieces, None if check else {*plan.given, *stored})
+            tensors = {f"constants/{name}": plan.view(content.first, name) for name in stored}
+            for name in plan.given:
+                tensors[f"inputs/{name}"] = plan.view(content.first, name)
+            rest: dict[str, npt.NDArray[Any]] = {}
+            if check:
+                after = _reference(self.graph, self.run, stream, content, plan)
+                for name in plan.changing:
+                    tensors[f"results/{name}"] = plan.view(after, name)
+                rest = {} if stored else plan.constants(content.first)
+        draft = temporary_beside(path)
+        try:
+            write_file(draft if check else path, manifest, images, tensors, self.code)
+            if check:
+                strays = _check(draft, context, pieces, rest, content, self.code, loose)
+                if strays:
+                    return [_grown(pieces[n], stray, named, context) for n, stray in strays.items()]
+                draft.replace(path)
+        except OSError as error:
+            raise GraphFileError(
+                f"{path} cannot be written ({error}); nothing was saved"
+            ) from error
+        finally:
+            with suppress(OSError):
+                draft.unlink()
+        return []
 
 
 # ----------------------------------------------------------------------------------------- memory

@@ -29,7 +29,7 @@ import os
 import re
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -82,6 +82,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
+_COUNTED = ("misses", "waits", "compiles", "failures", "known_failures")
 
 # A zero byte would end the name in C, and lone surrogates are not text.
 _NO_NAME = re.compile("[\0\ud800-\udfff]")
@@ -160,9 +161,8 @@ class ModuleCache(Closeable):
         # Counts hits and numbers them, for the times of last use: one call without a lock.
         self._clock = itertools.count(1)
         self._not_hits = 0
-        self._misses = self._waits = self._compiles = 0
+        self._counts: Counter[str] = Counter()
         self._compile_seconds = 0.0
-        self._known_failures = self._failures = 0
         self._closed = False
 
     def __repr__(self) -> str:
@@ -244,12 +244,8 @@ class ModuleCache(Closeable):
                 modules=len(self._store),
                 nbytes=self._store.nbytes,
                 hits=next(self._clock) - self._not_hits,
-                misses=self._misses,
-                waits=self._waits,
-                compiles=self._compiles,
+                **{name: self._counts[name] for name in _COUNTED},
                 compile_seconds=self._compile_seconds,
-                failures=self._failures,
-                known_failures=self._known_failures,
                 evictions=self._store.evictions,
                 disk=None if self.disk is None else self.disk.statistics(),
             )
@@ -317,12 +313,12 @@ class ModuleCache(Closeable):
             if maker is None:
                 maker = self._makers[asked.key] = new_lock()
             else:
-                self._waits += 1
+                self._counts["waits"] += 1
         with maker:
             stored = self._in_memory(asked.key)  # made by another thread meanwhile
             if stored is None:
                 with self._lock:
-                    self._misses += 1
+                    self._counts["misses"] += 1
                 stored = self._loading(name, lambda: self._make(asked))
                 with self._lock:
                     if not self._closed:
@@ -340,7 +336,7 @@ class ModuleCache(Closeable):
             failure = self._failed.get(key)
             if failure is not None:
                 self._failed.move_to_end(key)
-                self._known_failures += 1
+                self._counts["known_failures"] += 1
                 raise failure.error()
         if stored is None or stored.inputs.fixed or is_current(stored.inputs):
             return stored
@@ -385,7 +381,7 @@ class ModuleCache(Closeable):
         made = try_plan(plan)
         with self._lock:
             if plan.source.kind == "cuda":
-                self._compiles += 1
+                self._counts["compiles"] += 1
                 self._compile_seconds += time.perf_counter() - start
         if isinstance(made, CompileFailure):
             raise self._failure(plan, made)
@@ -393,7 +389,7 @@ class ModuleCache(Closeable):
 
     def _failure(self, plan: Plan, failure: CompileFailure) -> CompileError:
         with self._lock:
-            self._failures += 1
+            self._counts["failures"] += 1
             if failure.lasting:
                 self._failed[plan.key] = failure
                 while len(self._failed) > _MAX_FAILURES:
