@@ -28,11 +28,6 @@ from tests.sources import config, kernel, preload
 
 
 @pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
-@pytest.fixture
 def x(device: Device) -> ost.Buffer:
     return device.array(np.arange(1000, dtype=np.float32))
 

@@ -22,7 +22,7 @@ from ostinato.driver import launcher as driver_launcher
 from ostinato.driver.api import KernelArguments, KernelNodeParams
 from ostinato.errors import ClosedError, GraphError, InputError, NodeKindError, UpdateRefusedError
 from ostinato.modules import Kernel
-from tests.emulator.stub import SIGNATURE, Stub, build, stub_device
+from tests.emulator.stub import SIGNATURE, Stub, stub_device
 from tests.interrupted import interrupt
 
 SOURCE = Path(ost.__file__).parent
@@ -34,14 +34,6 @@ CELL = 64
 @ost.host_kernel(SIGNATURE)
 def blend(launch, a, b, out, n):
     out[:n] = a[:n] + b[:n]
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = build(tmp_path_factory.mktemp("libcuda"))
-    if made is None:
-        pytest.skip("needs a C compiler")
-    return made
 
 
 class Rig:

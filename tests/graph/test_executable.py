@@ -34,11 +34,6 @@ N = 300
 pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
 
 
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
 class Sum:
     """out = a + b, then out *= 2, then a copy of out; all as one graph."""
 

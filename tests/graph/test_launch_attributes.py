@@ -25,7 +25,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda.faults import FAULTS, Verdict
 from ostinato.errors import UpdateRefusedError
-from tests.emulator.stub import Stub, build, stub_device
+from tests.emulator.stub import Stub, stub_device
 from tests.sources import kernel
 
 SIZES = [(2, 4), (4, 2), (2, 8), (None, 2), (2, None)]
@@ -227,14 +227,6 @@ def _update_refused(run: ost.GraphExec, graph: ost.Graph) -> str:
 
 
 # --- attributes that only CUDA has, on a libcuda that holds graphs and runs nothing
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = build(tmp_path_factory.mktemp("libcuda"))
-    if made is None:
-        pytest.skip("needs a C compiler")
-    return made
 
 
 class Foreign:

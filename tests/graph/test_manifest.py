@@ -28,11 +28,6 @@ N = 64
 
 
 @pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
-@pytest.fixture
 def cache(device: Device) -> Iterator[ost.GraphCache]:
     with ost.GraphCache(device) as opened:
         yield opened
