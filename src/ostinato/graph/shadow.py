@@ -329,8 +329,8 @@ class Shadow:
             params = setting.params
             assert isinstance(params, KernelNodeParams)
             made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
-            live = Live(setting, params, made or self._plain_setter(node, params))
-            self._live[node.handle] = live
+            setter = self._plain_setter(node, params) if made is None else made
+            live = self._live[node.handle] = Live(setting, params, setter)
         return live
 
     def _plain_setter(self, node: Node, params: KernelNodeParams) -> _PlainSetter:
