@@ -569,7 +569,7 @@ _FAULTS = (
     Fault(
         "restored-graph-records-another-event",
         "A graph restored from a store records an event of its own in place of the step's.",
-        "ostinato.graphfile.saving:Saving.save",
+        "ostinato.graphfile.saving:GraphSaving.save",
         "if self.key and found.events:",
         "if False:",
         (FOOTGUNS + "events.py::test_a_store_refuses_a_graph_with_events_of_this_process",),

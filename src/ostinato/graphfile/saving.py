@@ -173,7 +173,7 @@ def save(
     process with other memory at other addresses before it is put in place.  Raises GraphFileError
     for what cannot be saved, with the node and the reason; docs/graph-file.md has the rules.
     """
-    Saving(
+    GraphSaving(
         graph,
         Path(path),
         inputs=inputs or {},
@@ -187,7 +187,7 @@ def save(
 
 
 @dataclass(frozen=True, slots=True)
-class Saving:
+class GraphSaving:
     """The arguments of `save`.  `key`: the key in a store, as text.  `run`: an executable of the
     graph as it is, used for the launches; if None, one is instantiated (a graph with conditional
     nodes allows only one)."""

@@ -37,7 +37,7 @@ from ostinato.graph import Graph, GraphExec
 from ostinato.graphfile.container import open_file
 from ostinato.graphfile.loading import LoadedGraph, Loader, without_collection
 from ostinato.graphfile.records import GraphManifest, machine_of
-from ostinato.graphfile.saving import Saving
+from ostinato.graphfile.saving import GraphSaving
 from ostinato.graphfile.survey import Twin
 from ostinato.memory.ranges import Target
 from ostinato.step.work import stable_text
@@ -153,7 +153,7 @@ class GraphStore:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise GraphFileError(f"{path.parent} cannot be made ({error})") from error
-        Saving(
+        GraphSaving(
             graph,
             path,
             inputs=_joined(self._inputs, inputs),
