@@ -75,8 +75,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     own = mixin._valid_auto_compile_criteria
 
     def valid(self: Any, kwargs: Any, config: Any) -> bool:
-        (cache,) = [kwargs[name] for name in CACHE_NAMES if name in kwargs]
-        return isinstance(cache, transformers.StaticCache) and not config.disable_compile
+        caches = [kwargs[name] for name in CACHE_NAMES if name in kwargs]
+        static = any(isinstance(cache, transformers.StaticCache) for cache in caches)
+        return static and not config.disable_compile
 
     assert callable(own)
     monkeypatch.setattr(mixin, "_valid_auto_compile_criteria", valid)
@@ -250,6 +251,17 @@ def test_a_wrapper_of_a_model_is_refused() -> None:
     with pytest.raises(InputError, match="get_base_model"):
         graph_generate(Wrapper())
     assert model.generation_config.cache_implementation is None
+
+
+def test_a_model_whose_configuration_has_no_cache_is_named() -> None:
+    """MPT's says `use_cache=False`."""
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
+    model = transformers.MptForCausalLM(config).eval()
+    with graph_generate(model) as steps:
+        model.generate(torch.tensor(IDS), max_new_tokens=4)
+        assert "1 passed on: no cache (use_cache=False)" in steps.explain()
+        model.generate(torch.tensor(IDS), max_new_tokens=4, use_cache=True)
+        assert len(steps.step.caches) == 3
 
 
 def test_settings_are_put_back() -> None:

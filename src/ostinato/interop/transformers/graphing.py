@@ -35,7 +35,8 @@ def graph_generate(model: Any, *, max_cache_len: int | None = None, **options: A
 
     transformers runs some calls as without this, and `passed_on` counts them by reason: caches that
     count positions in Python (sliding windows), caches that are moved between devices, modules with
-    hooks (a replay runs no Python), and calls with a `compile_config`.
+    hooks (a replay runs no Python), calls with a `compile_config`, and calls with `use_cache=False`
+    (the default of some models' configurations), whose every step is of another length.
 
     Where torch has no CUDA device, `generate` stays as it is, and `explain()` says so.
 
@@ -137,7 +138,9 @@ class GraphedModel(Closeable):
         config, inputs = generation_config, model_kwargs
         given = [inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None]
         reason = ""
-        if given:
+        if config.use_cache is False:
+            reason = "no cache (use_cache=False): each step computes all tokens again"
+        elif given:
             reason = _not_static(given[0])
         elif config.prompt_lookup_num_tokens is not None:
             # Candidates of the lookup may reach beyond the end, where a static cache has no room.
