@@ -94,7 +94,7 @@ _ADDING = ("DICT_MERGE", "DICT_UPDATE", "LIST_APPEND", "LIST_EXTEND", "SET_ADD",
 """Instructions that add the last element to a container further down."""
 _CONVERSIONS = ("cpu", "detach", "item", "numpy", "tolist")
 """Methods without arguments of arrays of the host, of which a result is made at once."""
-_LOCALS = {"dir", "eval", "exec", "globals", "locals", "vars", "_getframe"}
+_LOCALS = {"dir", "eval", "exec", "locals", "vars", "_getframe"}
 """Names by which a function may reach its variables otherwise than by loading them."""
 _MOST_STEPS = 2000
 
@@ -121,7 +121,7 @@ class ResultPlace:
         `until`: the code that has called the function."""
         try:
             return _place(frame, function, until, given)
-        except (_Lost, RecursionError):
+        except (_Lost, LookupError, ValueError, RecursionError):  # also for unknown bytecode
             return None
 
     def __str__(self) -> str:
@@ -497,7 +497,8 @@ def _code_of(function: Any) -> types.CodeType | None:
     """Returns the code whose result a call of an object returns; None if that is not known."""
     while isinstance(function, functools.partial):
         function = function.func
-    function = getattr(function, "__func__", function)  # of methods, static and class methods
+    if isinstance(function, types.MethodType | staticmethod | classmethod):
+        function = function.__func__
     if not isinstance(function, types.FunctionType):
         function = inspect.getattr_static(type(function), "__call__", None)
     return function.__code__ if isinstance(function, types.FunctionType) else None

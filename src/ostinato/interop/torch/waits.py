@@ -500,15 +500,17 @@ def _given(func: Any) -> Gives:
     """Returns which calls give just what an operation that waits returns (`ResultPlace.of`)."""
 
     def given(called: Any, count: int) -> Sequence[str] | None:
+        if isinstance(called, type) and func is _aten._local_scalar_dense.default:
+            return _NUMBERS.get(called) if count == 1 else None
+        if not isinstance(called, str):
+            return None
         if func is _aten._local_scalar_dense.default:
-            if (called == "item" and count == 0) or (called in _NUMBERS and count == 1):
-                return () if isinstance(called, str) else _NUMBERS[called]
-        elif func is _aten._to_copy.default:
-            if called in ("cpu", "to"):
-                return ()
-            if (called == "tolist" and count == 0) or called == "numpy":
-                return (called,)
-        return None
+            return () if called == "item" and count == 0 else None
+        if func is not _aten._to_copy.default:
+            return None
+        if called in ("cpu", "to"):
+            return ()
+        return (called,) if called == "numpy" or (called == "tolist" and count == 0) else None
 
     return given
 
