@@ -38,6 +38,12 @@ ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -134,6 +140,10 @@ def reasons(handle: Accelerated) -> list[str]:
         ("Llama", {"tie_word_embeddings": True}),
         ("Llama", {"num_key_value_heads": 4, "head_dim": 8, "rms_norm_eps": 1e-3}),
         ("Llama", {"rope_parameters": ROPE}),
+        ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+        ("Mistral", {"rope_parameters": YARN}),
+        ("Qwen2", {"rope_parameters": {**YARN, "attention_factor": 1.0, "truncate": False}}),
+        ("Qwen3", {"rope_scaling": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}),
         ("Mistral", {"head_dim": 8}),
         ("Mistral", {"sliding_window": None}),
         ("Qwen2", {"layer_types": SLIDING}),
@@ -505,7 +515,7 @@ def output_bias(model: Any) -> None:
         ("Llama", scaling, "scale of the attention"),
         ("Llama", turns, "turns otherwise"),
         ("Llama", other_turns, "turns otherwise"),
-        ("Llama", rope_scale, "scaled attention"),
+        ("Llama", rope_scale, "another scale of its rope"),
         ("Llama", rope_type, "its rope is dynamic, and default in its config"),
         ("Llama", rope_parameters, "turns otherwise"),
         ("Llama", fewer_layers, "it has 3 layers"),
@@ -654,14 +664,12 @@ def test_another_computation_is_noticed(model: Any, monkeypatch: pytest.MonkeyPa
         ("Llama", {"attention_bias": True}, "attention_bias"),
         ("Llama", {"mlp_bias": True}, "mlp_bias"),
         ("Llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "rope"),
+        ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "'dynamic' is not"),
         # Its attention has no window, and the cache of `generate` has one.
         ("Llama", {"sliding_window": 8}, "a DynamicSlidingWindowLayer of 8: remove sliding"),
         ("Llama", {"attention_chunk_size": 8}, "attention_chunk_size"),
         ("Mistral", {"layer_types": ["full_attention"] * 3}, "layer_types"),
-        ("Mistral", {"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope"),
         ("Qwen2", {"use_sliding_window": False, "layer_types": SLIDING}, "layer_types"),
-        ("Qwen2", {"rope_parameters": {**ROPE, "rope_type": "linear"}}, "rope"),
         ("Qwen3", {"attention_bias": True}, "attention_bias"),
     ],
 )

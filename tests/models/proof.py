@@ -49,7 +49,7 @@ FAMILIES = {
     ),
     "all of it": llama(
         2, 1, 80, hidden=96, inner=104, vocabulary=131, context_length=509, qkv_bias=True,
-        qk_norm=True, windows=(0, 50, 1),
+        qk_norm=True, windows=(0, 50, 1), rope_magnitude=1.3,
     ),
 }  # fmt: skip
 """The additions of other families to Llama's layers, and all at once, which no published model has.

@@ -4,11 +4,13 @@
 
 The record holds each model's config.json and tensor names as transformers itself writes them, and
 its logits in float32 at some positions.  Weights follow from the tensors' names (`weight_of`), so
-that test_families.py makes the same model without torch.
+that test_families.py makes the same model without torch.  It also holds what transformers makes of
+further ropes (`ROPES`): their inverse frequencies and what cosines and sines are multiplied by.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import zlib
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy.typing as npt
 
 RECORD = Path(__file__).parents[1] / "data" / "reference_families.json"
 WINDOW, TOKENS = 12, 40
-_SIZES = {
+SIZES = {
     "vocab_size": 61,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -39,8 +41,10 @@ _SCALED = {
     "original_max_position_embeddings": 16,
 }
 _MILLION = {"rope_type": "default", "rope_theta": 1e6}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _SCALED},
+    "llama, linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.5}},
     "mistral": {"model_type": "mistral", "sliding_window": None, "rope_parameters": _MILLION},
     "mistral, window": {"model_type": "mistral", "sliding_window": WINDOW, "head_dim": 16},
     "qwen2": {"model_type": "qwen2", "rope_parameters": _MILLION, "tie_word_embeddings": True},
@@ -50,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "max_window_layers": 1,
     },
+    "qwen2, yarn": {"model_type": "qwen2", "rope_parameters": {**_YARN, "rope_theta": 1e6}},
     "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": _MILLION},
     "qwen3, tied, window": {
         "model_type": "qwen3",
@@ -58,6 +63,42 @@ MODELS: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": WINDOW,
         "max_window_layers": 0,
+    },
+}
+
+
+_LONG = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+_QWEN = {"model_type": "qwen2", "hidden_size": 512, "rope_theta": 1e6}  # heads of 128
+ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4}},
+    "linear, stretched less": {
+        "model_type": "mistral",
+        "rope_parameters": {"rope_type": "linear", "factor": 0.5, "rope_theta": 5e5},
+    },
+    "as Qwen says": {**_QWEN, "rope_scaling": _LONG},
+    "as transformers 5 writes it": {
+        "model_type": "qwen3",
+        "rope_parameters": {**_LONG, "rope_type": "yarn", "rope_theta": 1e6},
+    },
+    "by one": {**_QWEN, "rope_scaling": {**_LONG, "factor": 1.0}},
+    "less than one": {**_QWEN, "rope_scaling": {**_LONG, "factor": 0.5}},
+    "of the context": {"model_type": "llama", "rope_scaling": {"type": "yarn", "factor": 8.0}},
+    "factor of the contexts": {
+        **_QWEN,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {**_LONG, "factor": None},
+    },
+    "attention_factor": {**_QWEN, "rope_scaling": {**_LONG, "attention_factor": 1.0}},
+    "mscale": {**_QWEN, "rope_scaling": {**_LONG, "mscale": 0.707, "mscale_all_dim": 1.2}},
+    "mscale alone": {**_QWEN, "rope_scaling": {**_LONG, "mscale": 0.707}},
+    "betas": {**_QWEN, "rope_scaling": {**_LONG, "beta_fast": 64, "beta_slow": 0.5}},
+    "betas of zero": {**_QWEN, "rope_scaling": {**_LONG, "beta_fast": 0, "beta_slow": None}},
+    "one beta": {**_QWEN, "rope_scaling": {**_LONG, "beta_fast": 2.0, "beta_slow": 2.0}},
+    "not truncated": {**_QWEN, "rope_scaling": {**_LONG, "truncate": False}},
+    "null is false": {**_QWEN, "rope_scaling": {**_LONG, "truncate": None}},
+    "one pair": {
+        **_QWEN,
+        "rope_scaling": {**_LONG, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
     },
 }
 
@@ -75,7 +116,7 @@ def weight_of(name: str, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
 
 def tokens_of(model: str) -> list[int]:
     rng = np.random.default_rng(zlib.crc32(model.encode()))
-    return [int(token) for token in rng.integers(0, _SIZES["vocab_size"], TOKENS)]
+    return [int(token) for token in rng.integers(0, SIZES["vocab_size"], TOKENS)]
 
 
 def record() -> dict[str, Any]:
@@ -87,10 +128,18 @@ def record() -> dict[str, Any]:
         "made_by": "python -m tests.models.record_families",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "models": {},
+        "ropes": {},
     }
+    for name, fields in ROPES.items():
+        values = {**SIZES, **fields}
+        kind = values.pop("model_type")
+        module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        config = transformers.AutoConfig.for_model(kind, **values)
+        rope = getattr(module, f"{kind.title()}RotaryEmbedding")(config)
+        made["ropes"][name] = [[float(f"{v:.9g}") for v in rope.inv_freq], rope.attention_scaling]
     positions = [0, 1, WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, TOKENS - 1]
     for name, fields in MODELS.items():
-        values = {**_SIZES, **fields}
+        values = {**SIZES, **fields}
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         model = model.to(torch.float32).eval()

@@ -88,6 +88,7 @@ def logits(
             q = rms_norm(q, at["q_norm"], config.norm_epsilon, dtype)
             k = rms_norm(k, at["k_norm"], config.norm_epsilon, dtype)
         q, k = rotate(q, positions, inverse, dtype), rotate(k, positions, inverse, dtype)
+        q, k = q * dtype(config.rope_magnitude), k * dtype(config.rope_magnitude)
         window = config.windows[layer] if config.windows else 0
         mixed = attend(q, k, v, dtype=dtype, window=window)
         x = x + mixed.reshape(len(x), -1) @ at["wo"].T

@@ -1,9 +1,14 @@
-"""The config: what both formats give, what is refused, and rope's frequencies."""
+"""The config: what both formats give, what is refused, and rope's frequencies.
+
+What transformers makes of a rope was recorded by `record_families`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +23,7 @@ from ostinato.models.config import (
     tensor_shapes,
 )
 from tests.models.model_files import CONFIG, hf_config
+from tests.models.record_families import RECORD, ROPES, SIZES
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -26,6 +32,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+RECORDED: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))["ropes"]
 
 
 def llama3_by_the_book(theta: float, size: int) -> list[float]:
@@ -74,8 +82,8 @@ def test_two_ropes_that_disagree_are_refused() -> None:
         LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling=LLAMA3, rope_theta=5e5))
     with pytest.raises(UnsupportedModelError, match="both there and disagree"):
         LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling={"type": "default"}))
-    with pytest.raises(UnsupportedModelError, match="'yarn'"):
-        LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling={"type": "yarn"}))
+    with pytest.raises(UnsupportedModelError, match="both there and disagree"):
+        LlamaConfig.from_hf(hf_config(rope_parameters=plain, rope_scaling=YARN, rope_theta=5e5))
     both = {**LLAMA3, "rope_theta": 5e5}
     read = LlamaConfig.from_hf(hf_config(rope_parameters=both, rope_scaling=LLAMA3, rope_theta=5e5))
     assert (read.rope_theta, read.rope_scaling) == (5e5, RopeScaling(32.0, 1.0, 4.0, 8192))
@@ -89,6 +97,9 @@ def test_the_context_before_scaling_stands_in_two_places() -> None:
     with pytest.raises(UnsupportedModelError, match="original_max_position_embeddings is 4096"):
         LlamaConfig.from_hf(hf_config(rope_scaling=LLAMA3, original_max_position_embeddings=4096))
     LlamaConfig.from_hf(hf_config(rope_scaling=LLAMA3, original_max_position_embeddings=8192))
+    beside = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+    with_it = LlamaConfig.from_hf(hf_config(**beside, original_max_position_embeddings=64))
+    assert with_it == LlamaConfig.from_hf(hf_config(rope_scaling=YARN))
 
 
 def test_what_changes_nothing_is_no_reason_to_refuse() -> None:
@@ -105,9 +116,31 @@ def test_what_changes_nothing_is_no_reason_to_refuse() -> None:
     assert LlamaConfig.from_hf(hf_config(**neutral)) == CONFIG
 
 
-def test_linear_rope_by_one_is_none() -> None:
-    config = LlamaConfig.from_hf(hf_config(rope_scaling={"rope_type": "linear", "factor": 1.0}))
-    assert config == LlamaConfig.from_hf(hf_config())
+@pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 1.0}, {**YARN, "factor": 1.0}])
+def test_a_rope_scaled_by_one_is_none(scaling: dict[str, object]) -> None:
+    assert LlamaConfig.from_hf(hf_config(rope_scaling=scaling)) == CONFIG
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_ropes_are_those_of_transformers(name: str) -> None:
+    frequencies, magnitude = RECORDED[name]
+    config = LlamaConfig.from_hf({**SIZES, **ROPES[name]})
+    np.testing.assert_allclose(rope_inverse_frequencies(config), frequencies, rtol=1e-6)
+    assert config.rope_magnitude == pytest.approx(magnitude, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"type": "linear", "factor": 2.0}, 2 * CONFIG.context_length),
+        ({"type": "linear", "factor": 0.5}, CONFIG.context_length),
+        ({"type": "yarn", "factor": 2.0}, 2 * CONFIG.context_length),
+        ({**YARN, "factor": 1.5}, CONFIG.context_length),
+        ({**YARN, "factor": 100.0}, 6400),
+    ],
+)
+def test_a_scaled_rope_serves_a_longer_context(scaling: dict[str, object], context: int) -> None:
+    assert LlamaConfig.from_hf(hf_config(rope_scaling=scaling)).context_length == context
 
 
 def test_several_ends_of_sequence() -> None:
@@ -127,8 +160,8 @@ def test_another_architecture_is_named(name: object) -> None:
         {"mlp_bias": True},
         {"quantization_config": {"bits": 4}},
         {"hidden_act": "gelu"},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {**YARN, "attn_factor": 0.5}},
+        {"rope_scaling": {**YARN, "extrapolation_factor": 0.0}},
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
         {"partial_rotary_factor": 0.5},
@@ -175,6 +208,24 @@ def test_features_that_would_give_wrong_answers_are_refused(change: dict[str, ob
         {"rope_scaling": {**LLAMA3, "factor": float("nan")}},
         {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
         {"rope_scaling": {"rope_type": "llama3"}},
+        {"rope_scaling": {"type": "linear"}},
+        {"rope_scaling": {"type": "linear", "factor": 0}},
+        {"rope_scaling": {"type": "linear", "factor": float("nan")}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "head_dim": 1 << 40},
+        {"rope_scaling": {"type": "yarn"}},
+        {"rope_scaling": {**YARN, "factor": float("inf")}},
+        {"rope_scaling": {**YARN, "attention_factor": 0.0}},
+        {"rope_scaling": {**YARN, "attention_factor": float("nan")}},
+        {"rope_scaling": {**YARN, "beta_fast": -1.0}},
+        {"rope_scaling": {**YARN, "beta_slow": 1e-320}},
+        {"rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 32.0}},
+        {"rope_scaling": {**YARN, "mscale": -1.0, "mscale_all_dim": 1.0}},
+        {"rope_scaling": {**YARN, "truncate": "no"}},
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 1}},
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 64.0}},
+        {"rope_scaling": YARN, "rope_theta": 1.0},
+        {"rope_scaling": YARN, "head_dim": 1 << 40},
         {"eos_token_id": 280},
         {"eos_token_id": "2"},
         {"bos_token_id": -1},
@@ -199,12 +250,29 @@ JSON_VALUES = st.one_of(
 )
 
 
+SCALINGS = st.builds(
+    lambda kind, values: {"type": kind, **values},
+    st.sampled_from(["linear", "yarn", "llama3"]),
+    st.dictionaries(
+        st.sampled_from(
+            [*YARN, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"]
+        ),
+        st.none() | st.integers() | st.floats(),
+    ),
+)
+
+
 @given(
     st.dictionaries(
         st.sampled_from([*hf_config(), "rope_scaling", "attention_bias"]), JSON_VALUES, max_size=6
-    )
+    ),
+    st.none() | SCALINGS,
 )
-def test_any_json_gives_a_config_or_our_error(changes: dict[str, object]) -> None:
+def test_any_json_gives_a_config_or_our_error(
+    changes: dict[str, object], scaling: dict[str, object] | None
+) -> None:
+    if scaling is not None:
+        changes["rope_scaling"] = scaling
     try:
         config = LlamaConfig.from_hf(hf_config(**changes))
     except (ModelFormatError, UnsupportedModelError):

@@ -32,7 +32,7 @@ SMALL = {
     "windows": llama(2, 1, 32, inner=72, vocabulary=67, layers=2, windows=(5, 0)),
     "all of it": llama(
         2, 1, 32, hidden=80, inner=72, vocabulary=67, layers=2, windows=(0, 6), qkv_bias=True,
-        qk_norm=True,
+        qk_norm=True, rope_magnitude=1.3,
     ),
 }  # fmt: skip
 """The additions of other families to Llama's layers."""

@@ -7,6 +7,7 @@ on both sides of a window's end are among those recorded.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ import safetensors.numpy
 
 from ostinato.device import Device
 from ostinato.errors import ModelFormatError, UnsupportedModelError
-from ostinato.models.config import LlamaConfig
+from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.decoder import Decoder
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.host import packed_kernels
@@ -154,8 +155,14 @@ def test_what_llama_does_not_have_is_refused_in_its_files(tmp_path: Path, part: 
     ("family", "changes", "said"),
     [
         ("qwen3", {"attention_bias": True}, "attention_bias True"),
-        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling 'yarn'"),
-        ("qwen3", {"rope_scaling": {"rope_type": "dynamic"}}, "rope scaling 'dynamic'"),
+        ("qwen2", {"rope_scaling": {"type": "longrope"}}, "'longrope' is.*linear, llama3, yarn$"),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "'dynamic' is.*a copy with the type 'default'",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is set"),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 2}}, "attn_fac"),
         ("mistral", {"rope_parameters": {"full_attention": {}}}, "a rope of its own for 'full_"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types of a Mistral"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types is"),
@@ -232,15 +239,77 @@ def test_linear_rope_in_gguf_goes_by_its_factor(
 ) -> None:
     keys = {"rope.scaling.type": kind, "rope.scaling.factor": factor, "rope.scale_linear": older}
     metadata = {f"llama.{key}": value for key, value in keys.items()}
-    path = write_gguf(tmp_path / "m.gguf", metadata=metadata)
-    if by is None:
-        open_checkpoint(path).close()
-        return
-    with pytest.raises(
-        UnsupportedModelError, match=f"rope scaling 'linear' by {by:g} is"
-    ) as caught:
-        open_checkpoint(path)
-    assert "remove" not in str(caught.value), "llama.cpp would read such a copy otherwise"
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", metadata=metadata)) as checkpoint:
+        assert checkpoint.config.rope_factors == (None if by is None else (by,) * 8)
+        assert checkpoint.config.context_length == CONFIG.context_length * max(by or 1, 1)
+
+
+def yarn_by_the_book(
+    size: int, theta: float, factor: float, original: int, fast: float = 32.0, slow: float = 1.0
+) -> list[float]:
+    """ggml's `rope_yarn`, `rope_yarn_ramp` and `ggml_rope_yarn_corr_dims`, one pair at a time."""
+
+    def dimension(turns: float) -> float:
+        return size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    start = max(0, math.floor(dimension(fast)))
+    end = min(size - 1, math.ceil(dimension(slow)))
+    result = []
+    for i in range(0, size, 2):
+        extrapolated = theta ** (-i / size)
+        ramp = 1 - min(1, max(0, (i / 2 - start) / max(0.001, end - start)))
+        result.append(extrapolated / factor * (1 - ramp) + extrapolated * ramp)
+    return result
+
+
+LOG4 = 1 + 0.1 * math.log(
+    4
+)  # llama.cpp's 1 / LOG4, which ggml's rope multiplies by LOG4, is left out
+
+
+@pytest.mark.parametrize(
+    ("keys", "book", "magnitude"),
+    [
+        ({}, {}, LOG4),
+        ({"original_context_length": None}, {"original": 100}, LOG4),
+        ({"original_context_length": 0}, {"original": 100}, LOG4),
+        ({"attn_factor": 0.5}, {}, 0.5 * LOG4),
+        ({"yarn_log_multiplier": 1.0}, {}, 1.0),
+        ({"yarn_log_multiplier": 0.5}, {}, LOG4 / (1 + 0.05 * math.log(4))),
+        ({"yarn_beta_fast": 4.0, "yarn_beta_slow": 0.25}, {"fast": 4.0, "slow": 0.25}, LOG4),
+        ({"yarn_beta_fast": 2.0, "yarn_beta_slow": 2.0}, {"fast": 2.0, "slow": 2.0}, LOG4),
+        ({"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0}, {}, LOG4),
+        ({"yarn_ext_factor": -1.0, "yarn_attn_factor": round(LOG4, 6)}, {}, LOG4),
+        ({"factor": 1.0}, {"factor": 1.0}, 1.0),
+        ({"factor": 0.5}, {"factor": 0.5}, 1.0),
+        ({"type": "linear", "attn_factor": 0.5}, None, 0.5),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_yarn_in_gguf_is_that_of_llama_cpp(
+    tmp_path: Path,
+    architecture: str,
+    keys: dict[str, object],
+    book: dict[str, Any] | None,
+    magnitude: float,
+) -> None:
+    given = {"type": "yarn", "factor": 4.0, "original_context_length": 64, **keys}
+    metadata = {f"{architecture}.rope.scaling.{key}": value for key, value in given.items()}
+    path = tmp_path / "m.gguf"
+    config = replace(FAMILIES[architecture], context_length=100, rope_theta=500.0)
+    factors = np.linspace(1, 3, config.head_size // 2, dtype=np.float32)
+    for extra in ({}, {"rope_freqs.weight": factors}):
+        write_gguf(path, config=config, metadata=metadata, extra=extra)
+        with open_checkpoint(path) as checkpoint:
+            found = checkpoint.config
+        if book is None:
+            wanted = 500.0 ** -(np.arange(0, found.head_size, 2) / found.head_size) / 4.0
+        else:
+            by = {"factor": 4.0, "original": 64, **book}
+            wanted = np.array(yarn_by_the_book(found.head_size, 500.0, **by))
+        wanted /= factors if extra else 1
+        np.testing.assert_allclose(rope_inverse_frequencies(found), wanted, rtol=1e-6)
+        assert found.rope_magnitude == pytest.approx(magnitude, rel=1e-5)
 
 
 def test_gguf_keys_that_change_nothing_are_no_reason_to_refuse(tmp_path: Path) -> None:

@@ -216,7 +216,9 @@ def test_no_such_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
+        ({"llama.rope.scaling.type": "longrope"}, UnsupportedModelError, "'longrope' is"),
+        ({"llama.rope.scaling.attn_factor": 0.0}, ModelFormatError, "magnitude is 0"),
+        ({"llama.rope.scaling.factor": -1.0}, ModelFormatError, "factor of the rope's scaling"),
         ({"llama.rope.dimension_count": 8}, UnsupportedModelError, "dimension_count"),
         ({"llama.expert_count": 8}, UnsupportedModelError, "expert_count"),
         ({"llama.vocab_size": 281}, UnsupportedModelError, "vocab_size"),
@@ -232,7 +234,8 @@ def test_no_such_file(tmp_path: Path) -> None:
         ({"llama.attention.layer_norm_rms_epsilon": None}, ModelFormatError, "epsilon is missing"),
         ({"tokenizer.ggml.eos_token_id": 5000}, ModelFormatError, "5000"),
         ({"split.count": 3}, UnsupportedModelError, "parts"),
-        ({"qwen2.rope.scaling.type": "yarn"}, UnsupportedModelError, "yarn"),
+        ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.yarn_beta_slow": 0.0},
+         ModelFormatError, "beta of the rope's scaling"),
         ({"qwen2.attention.sliding_window_pattern": [True, False]}, UnsupportedModelError,
          r"\.attention\.sliding_window_pattern"),
         ({"qwen2.attention.sliding_window": -1.5}, ModelFormatError, r"\.sliding_window"),
@@ -241,7 +244,7 @@ def test_no_such_file(tmp_path: Path) -> None:
         *(
             ({f"llama.{key}": value}, UnsupportedModelError, rf"'llama\.{key}' is")
             for key, value in {  # they change the mathematics, or may do so
-                "rope.scaling.attn_factor": 1.5,
+                "rope.scaling.yarn_attn_factor": 1.5,
                 "rope.scaling.yarn_ext_factor": 1.0,
                 "attention.causal": False,
                 "attention.scale": 0.5,

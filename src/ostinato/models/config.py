@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ostinato.errors import ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted, whole
+from ostinato.models.rope import scaled_rope, yarn_kept, yarn_magnitude
 
 SUPPORTED_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in config.json.  GGUF files of Mistral models have "llama"."""
@@ -40,6 +42,8 @@ _HF_NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier"), (None, 1)),
     **dict.fromkeys(("residual_multiplier", "attention_multiplier"), (None, 1)),
 }
+# The same for a YaRN rope: keys of the first implementations, which transformers ignores.
+_HF_YARN_NEUTRAL = dict.fromkeys(("attn_factor", "extrapolation_factor"), (None, 1))
 # The same for GGUF keys, without the architecture's prefix.  A key that is not here, not read by
 # `from_gguf` and not in `_GGUF_NEVER_MATTERS` is refused unless it is 0 or false: llama.cpp has
 # keys that scale, cap or mask something for each of its architectures, and adds more of them.
@@ -48,9 +52,6 @@ _GGUF_NEUTRAL: dict[str, tuple[object, ...]] = {
     "embedding_scale": (0, 1),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
-    "rope.scaling.attn_factor": (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_ext_factor": (0, -1),
 }
 _GGUF_READ = (
     "attention.head_count",
@@ -68,18 +69,21 @@ _GGUF_READ = (
     "rope.dimension_count",
     "rope.freq_base",
     "rope.scale_linear",
+    "rope.scaling.attn_factor",
     "rope.scaling.factor",
+    "rope.scaling.original_context_length",
     "rope.scaling.type",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_log_multiplier",
     "vocab_size",
 )
 _GGUF_NEVER_MATTERS = (
     "attention.layer_norm_epsilon",  # for norms that subtract a mean; these architectures have none
     "pooling_type",  # for embedding models
     "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",  # this key and the yarn_ keys: for YaRN only
-    "rope.scaling.yarn_beta_fast",
-    "rope.scaling.yarn_beta_slow",
-    "rope.scaling.yarn_log_multiplier",
     "tensor_data_layout",  # the row order of queries and keys, always the expected one
 )
 
@@ -141,6 +145,7 @@ class _ConfigFields:
     qkv_bias: bool
     qk_norm: bool
     windows: tuple[int, ...]
+    rope_magnitude: float
 
 
 class LlamaConfig(_ConfigFields):
@@ -151,8 +156,9 @@ class LlamaConfig(_ConfigFields):
     MLP's width.  `vocabulary`: rows of the embedding.  `context_length`: positions that the model
     was trained for.
     `tied_embeddings`: the output head is the embedding, and there is no `head` tensor.
-    `rope_scaling`: the scaling in config.json; `rope_factors`: its form in GGUF, one divisor per
-    rotated pair (head_size / 2); at most one of the two is set.
+    `rope_scaling`: Llama 3's scaling in config.json; `rope_factors`: any other, one divisor of the
+    frequency per rotated pair (head_size / 2); at most one of the two is set.  `rope_magnitude`:
+    rotated queries and keys are multiplied by it, so scores by its square (YaRN); 1 for none.
     `eos_token_ids`: the end tokens named by the model file; the tokenizer may have more.
     `qkv_bias`: vectors are added to queries, keys and values (Qwen2).  `qk_norm`: each head of
     queries and keys is RMS-normed before its rope (Qwen3).  `windows`: for each layer, the number
@@ -185,6 +191,7 @@ class LlamaConfig(_ConfigFields):
         qkv_bias: bool = False,
         qk_norm: bool = False,
         windows: tuple[int, ...] = (),
+        rope_magnitude: float = 1.0,
         where: str = "config",
     ) -> None:
         sizes = (hidden, layers, heads, kv_heads, head_size, inner, vocabulary, context_length)
@@ -214,6 +221,7 @@ class LlamaConfig(_ConfigFields):
             qkv_bias,
             qk_norm,
             tuple(windows) if any(windows) else (),
+            rope_magnitude,
         )
         if self.heads % self.kv_heads:
             raise ModelFormatError(
@@ -231,6 +239,10 @@ class LlamaConfig(_ConfigFields):
             raise ModelFormatError(f"{where}: norm_epsilon is {self.norm_epsilon}, must be 0 to 1")
         if not 1 <= self.rope_theta <= 1e12:
             raise ModelFormatError(f"{where}: rope_theta is {self.rope_theta}, must be 1 to 1e12")
+        if not 0 < self.rope_magnitude <= 1e6:
+            raise ModelFormatError(
+                f"{where}: the rope's magnitude is {self.rope_magnitude}, must be 0 to 1e6"
+            )
         ids = (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,)))
         for token in ids:
             if not 0 <= token < self.vocabulary:
@@ -301,7 +313,10 @@ class LlamaConfig(_ConfigFields):
         heads = reader.integer("num_attention_heads")
         hidden = reader.integer("hidden_size")
         layers = reader.integer("num_hidden_layers")
-        theta, scaling = _hf_rope(reader)
+        head_size = reader.integer(
+            "head_dim",
+            _HF_HEAD_SIZES.get(architecture, hidden // heads if heads > 0 else 0),
+        )
         eos = config.get("eos_token_id")
         return cls(
             hidden=hidden,
@@ -314,17 +329,11 @@ class LlamaConfig(_ConfigFields):
                 if "num_key_value_heads" in reader.values
                 else _HF_KV_HEADS.get(architecture, heads),
             ),
-            head_size=reader.integer(
-                "head_dim",
-                _HF_HEAD_SIZES.get(architecture, hidden // heads if heads > 0 else 0),
-            ),
+            head_size=head_size,
             inner=reader.integer("intermediate_size"),
             vocabulary=reader.integer("vocab_size"),
-            context_length=reader.integer("max_position_embeddings", 2048),
             norm_epsilon=reader.number("rms_norm_eps", 1e-6),
-            rope_theta=theta,
             tied_embeddings=reader.boolean("tie_word_embeddings"),
-            rope_scaling=scaling,
             bos_token_id=_optional_token(config.get("bos_token_id"), where),
             eos_token_ids=tuple(
                 token
@@ -335,6 +344,7 @@ class LlamaConfig(_ConfigFields):
             qk_norm=architecture in _NORMED,
             windows=_hf_windows(architecture, reader, layers),
             where=where,
+            **_hf_rope(reader, _pairs(head_size)),
         )
 
     @classmethod
@@ -378,7 +388,6 @@ class LlamaConfig(_ConfigFields):
                 raise UnsupportedModelError(
                     f"{where}: {key} is {quoted(metadata[key])}; only {expected} is supported here"
                 )
-        _require_unscaled_rope(reader, architecture)
         pattern = f"{architecture}.attention.sliding_window_pattern"
         if metadata.get(pattern) is not None:
             raise UnsupportedModelError(
@@ -398,17 +407,15 @@ class LlamaConfig(_ConfigFields):
             head_size=head_size,
             inner=reader.of_layers(f"{architecture}.feed_forward_length", layers),
             vocabulary=vocabulary,
-            context_length=reader.integer(f"{architecture}.context_length", 2048),
             norm_epsilon=reader.number(f"{architecture}.attention.layer_norm_rms_epsilon"),
-            rope_theta=reader.number(f"{architecture}.rope.freq_base", 10000.0),
             tied_embeddings=tied_embeddings,
-            rope_factors=rope_factors,
             bos_token_id=_optional_token(metadata.get("tokenizer.ggml.bos_token_id"), where),
             eos_token_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
             qkv_bias=architecture in _BIASED,
             qk_norm=architecture in _NORMED,
             windows=(window,) * layers if 0 < layers <= _LIMITS["layers"] else (),
             where=where,
+            **_gguf_rope(reader, architecture, _pairs(head_size), rope_factors),
         )
 
 
@@ -416,8 +423,8 @@ def rope_inverse_frequencies(config: LlamaConfig) -> npt.NDArray[np.float32]:
     """Returns the radians per position of each rotated pair: float32, shape (head_size / 2,).
 
     Pair i is dimensions i and i + head_size / 2 (the half-split order of Hugging Face).  Llama 3's
-    scaling is applied as in transformers (`_compute_llama3_parameters`), or by the factors of
-    GGUF's `rope_freqs.weight`, which llama.cpp's converter computes by the same rule.
+    scaling is applied as in transformers (`_compute_llama3_parameters`); in GGUF it is among the
+    factors, as `rope_freqs.weight`, which llama.cpp's converter computes by the same rule.
     """
     exponents = np.arange(0, config.head_size, 2, dtype=np.float64) / config.head_size
     inverse = 1.0 / config.rope_theta**exponents
@@ -525,16 +532,18 @@ class _Reader:
         return value
 
 
-def _hf_rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
-    """Returns theta and scaling.  transformers 5 moved `rope_scaling` and `rope_theta` into
-    `rope_parameters`; readers differ in which they use in a file with both."""
+def _hf_rope(reader: _Reader, pairs: int) -> dict[str, Any]:
+    """Returns the config's fields of the rope and `context_length`.  transformers 5 moved
+    `rope_scaling` and `rope_theta` into `rope_parameters`; readers differ in which they use in a
+    file with both."""
     given = {name: reader.mapping(name) for name in ("rope_parameters", "rope_scaling")}
     found = {}
     for name, rope in given.items():
         theta_from = _Reader(rope, reader.where) if "rope_theta" in rope else reader
         theta = theta_from.number("rope_theta", 10000.0)
-        found[name] = theta, _hf_rope_scaling(rope, reader.values, reader.where)
-    if all(given.values()) and len(set(found.values())) > 1:
+        scaled = _hf_rope_scaling(rope, reader, theta, pairs)
+        found[name] = {"rope_theta": theta, **scaled}
+    if all(given.values()) and found["rope_parameters"] != found["rope_scaling"]:
         raise UnsupportedModelError(
             f"{reader.where}: rope_scaling and rope_parameters are both there and disagree; leave "
             "the one that is meant, with rope_theta in it"
@@ -543,8 +552,11 @@ def _hf_rope(reader: _Reader) -> tuple[float, RopeScaling | None]:
 
 
 def _hf_rope_scaling(
-    rope: Mapping[str, object], config: Mapping[str, object], where: str
-) -> RopeScaling | None:
+    rope: Mapping[str, object], outside: _Reader, theta: float, pairs: int
+) -> dict[str, Any]:
+    """The fields of a rope as transformers computes it (ROPE_INIT_FUNCTIONS)."""
+    config, where = outside.values, outside.where
+    context = outside.integer("max_position_embeddings", 2048)
     for name, value in rope.items():
         if isinstance(value, Mapping):
             raise UnsupportedModelError(
@@ -552,28 +564,61 @@ def _hf_rope_scaling(
             )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise UnsupportedModelError(f"{where}: partial_rotary_factor is set, must be 1")
-    if kind == "default" or (kind == "linear" and rope.get("factor") == 1):
-        return None
-    if kind != "llama3":
         raise UnsupportedModelError(
-            f"{where}: rope scaling {quoted(kind)} is not supported; supported: default, llama3"
+            f"{where}: partial_rotary_factor is set, which is not supported: heads are rotated "
+            "whole here"
+        )
+    if kind == "default":
+        return {"context_length": context}
+    if kind not in ("linear", "llama3", "yarn"):
+        # Up to there transformers' dynamic rope is the default one.
+        advice = "; up to max_position_embeddings a copy with the type 'default' is the same model"
+        raise UnsupportedModelError(
+            f"{where}: rope scaling {quoted(kind)} is not supported; supported: default, linear, "
+            f"llama3, yarn{advice if kind == 'dynamic' else ''}"
         )
     reader = _Reader(rope, where)
-    factor, low, high = (
-        reader.number(name, math.nan) for name in ("factor", "low_freq_factor", "high_freq_factor")
-    )
+    if kind == "linear":
+        return scaled_rope(where, pairs, reader.number("factor"), context, context)
     key = "original_max_position_embeddings"
-    original = reader.integer(key)
+    default = config.get(key, context) if kind == "yarn" else None
+    original = _Reader({key: rope.get(key, default)}, where).integer(key)
     if config.get(key, original) != original:  # transformers prefers the one outside the rope
         raise UnsupportedModelError(
             f"{where}: {key} is {quoted(config[key])}, and {original} in the rope's parameters; "
             "they must be the same"
         )
+    if kind == "yarn":
+        for name, neutral in _HF_YARN_NEUTRAL.items():
+            if rope.get(name) not in neutral:
+                raise UnsupportedModelError(
+                    f"{where}: {name} of a yarn rope is not supported: transformers ignores it, "
+                    "others do not; leave it out if transformers is right"
+                )
+        # null is allowed, a missing factor is not.
+        factor = reader.number("factor", context / (original or 1) if "factor" in rope else None)
+        shares = [reader.number(name, 0.0) for name in ("mscale", "mscale_all_dim")]
+        if not all(shares):
+            shares = [1.0, 0.0]
+        magnitude = yarn_magnitude(where, factor, *shares)
+        kept = yarn_kept(
+            where,
+            theta,
+            pairs,
+            original,
+            [reader.number("beta_fast", 0.0) or 32.0, reader.number("beta_slow", 0.0) or 1.0],
+            truncate="truncate" not in rope or reader.boolean("truncate"),
+        )
+        magnitude = reader.number("attention_factor", magnitude)
+        return scaled_rope(where, pairs, factor, context, original, magnitude, kept)
+    factor, low, high = (
+        reader.number(name, math.nan) for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     try:
-        return RopeScaling(factor, low, high, original)
+        scaling = RopeScaling(factor, low, high, original)
     except ModelFormatError as error:
         raise ModelFormatError(f"{where}: {error}") from None
+    return {"context_length": context, "rope_scaling": scaling}
 
 
 def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, ...]:
@@ -618,23 +663,58 @@ def _hf_windows(architecture: str, reader: _Reader, layers: int) -> tuple[int, .
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _require_unscaled_rope(reader: _Reader, architecture: str) -> None:
-    """Raises UnsupportedModelError or ModelFormatError for a scaled rope, by llama.cpp's rules: the
-    type defaults to linear; a missing factor or 0 is 1; the type "none" ignores the factor."""
-    kind = reader.values.get(f"{architecture}.rope.scaling.type", "linear")
-    if kind == "none":
-        return
-    named = f"rope scaling {quoted(kind)}"
-    if kind == "linear":
-        older = f"{architecture}.rope.scale_linear"
-        factor = reader.number(f"{architecture}.rope.scaling.factor", reader.number(older, 0.0))
-        if factor in (0, 1):
-            return
-        named += f" by {factor:g}"
-    raise UnsupportedModelError(
-        f"{reader.where}: {named} is not supported; supported: none, and Llama 3's (tensor "
-        "rope_freqs.weight)"
-    )
+def _gguf_rope(
+    reader: _Reader, architecture: str, pairs: int, given: tuple[float, ...] | None
+) -> dict[str, Any]:
+    """Returns the config's fields of the rope and `context_length`, by llama.cpp's rules: the type
+    defaults to linear; a missing factor or 0 is 1; the type "none" ignores the factor.
+
+    llama.cpp divides the magnitude of YaRN by 1 + 0.1 ln(factor), by which its rope multiplies it
+    again; so neither is here.  `given`: the divisors in `rope_freqs.weight`.
+    """
+    scaling, where = f"{architecture}.rope.scaling", reader.where
+    kind = reader.values.get(f"{scaling}.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(
+            f"{where}: rope scaling {quoted(kind)} is not supported; supported: none, linear, "
+            "yarn, and Llama 3's (tensor rope_freqs.weight)"
+        )
+    older = reader.number(f"{architecture}.rope.scale_linear", 0.0)
+    factor = 1.0 if kind == "none" else reader.number(f"{scaling}.factor", older) or 1.0
+    context = reader.integer(f"{architecture}.context_length", 2048)
+    magnitude = reader.number(f"{scaling}.attn_factor", 1.0)
+    theta = reader.number(f"{architecture}.rope.freq_base", 10000.0)
+    original: int = context
+    kept: npt.NDArray[np.float64] | float = 0.0
+    if kind == "yarn":
+        original = reader.integer(f"{scaling}.original_context_length", 0) or context
+        share = reader.number(f"{scaling}.yarn_log_multiplier", 0.0)
+        magnitude *= yarn_magnitude(where, factor, 1.0, share)
+        betas = [
+            reader.number(f"{scaling}.yarn_beta_{name}", default)
+            for name, default in (("fast", 32.0), ("slow", 1.0))
+        ]
+        kept = yarn_kept(where, theta, pairs, original, betas)
+    # llama.cpp does not read these two for these architectures.
+    extrapolated = reader.number(f"{scaling}.yarn_ext_factor", -1.0)
+    corrected = reader.number(f"{scaling}.yarn_attn_factor", 1.0)
+    said = corrected == 1 or math.isclose(corrected, magnitude, rel_tol=1e-4)
+    for name, value, fits in (
+        ("yarn_ext_factor", extrapolated, extrapolated < 0 or extrapolated == (kind == "yarn")),
+        ("yarn_attn_factor", corrected, said),
+    ):
+        if not fits:
+            raise UnsupportedModelError(
+                f"{where}: '{scaling}.{name}' is {value:g}, which is not supported: readers differ "
+                "in what it means"
+            )
+    fields = scaled_rope(where, pairs, factor, context, original, magnitude, kept, given)
+    return {"rope_theta": theta, **fields}
+
+
+def _pairs(head_size: int) -> int:
+    """The number of rotated pairs; a possible one for a size that the config refuses later."""
+    return min(max(head_size, 2), _LIMITS["head_size"]) // 2
 
 
 def _require_known(metadata: Mapping[str, object], architecture: str, where: str) -> None:

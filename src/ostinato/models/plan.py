@@ -218,10 +218,11 @@ class BufferPlan:
 
 
 def rope_table(config: LlamaConfig, context: int) -> npt.NDArray[np.float32]:
-    """Returns the cosines and sines of every position: float32, [context, 2, head_size / 2].
+    """Returns the cosines and sines of every position, times the rope's magnitude: float32,
+    [context, 2, head_size / 2].
 
     Angles are float32 products, as in transformers.
     """
     positions = np.arange(context, dtype=np.float32)
     angles = positions[:, None] * rope_inverse_frequencies(config)[None, :]
-    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1) * np.float32(config.rope_magnitude)

@@ -252,7 +252,8 @@ def config_of(model: Any) -> LlamaConfig:
     require(
         rope.rope_type == own_type, f"its rope is {rope.rope_type}, and {own_type} in its config"
     )
-    require(rope.attention_scaling == 1, "scaled attention of its rope")
+    scaled = rope.attention_scaling / config.rope_magnitude
+    require(abs(scaled - 1) <= 1e-6, "another scale of its rope than its config says")
     turns = rope.inv_freq.detach().double().cpu().numpy()
     ours = rope_inverse_frequencies(config)
     # Rounded, where the whole model was made bfloat16 with `to`.
