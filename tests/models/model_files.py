@@ -161,15 +161,17 @@ def write_gguf(
     raw: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     extra: Mapping[str, np.ndarray] | None = None,
     architecture: str | None = None,
+    split: int = 0,
 ) -> Path:
-    """Write a GGUF file of `config` with a byte-level tokenizer.
+    """Write a GGUF file of `config` with a byte-level tokenizer, or parts of `split` tensors each;
+    then the first one's path is returned.
 
     Matrices are quantised to `kind` where their rows allow it.  `metadata` is laid over the usual
     (None leaves a key out); `raw` gives ready blocks by canonical name; `extra` more tensors.
     """
     values = weights(config) if values is None else values
     known = {"mistral": "llama"}.get(family_of(config), family_of(config))
-    writer = gguf.GGUFWriter(path, architecture or known)
+    writer = gguf.GGUFWriter(path, architecture or known, split_max_tensors=split)
     tokens, merges = byte_tokens(config.vocabulary)
     types = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL))
     entries: dict[str, Any] = {
@@ -228,7 +230,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-*.gguf")) if split else path
 
 
 def hf_config(config: LlamaConfig = CONFIG, **changes: object) -> dict[str, object]:

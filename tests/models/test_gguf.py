@@ -20,10 +20,11 @@ from ostinato.errors import (
     ModelFormatError,
     UnsupportedModelError,
 )
-from ostinato.models.config import rope_inverse_frequencies
+from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.files.checkpoint import GgufTokenizerSource
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES, dequantise_rows
 from ostinato.models.files.open import open_checkpoint
+from ostinato.models.text.tokenizer import load_tokenizer
 from tests.models.model_files import CONFIG, FAMILIES, gguf_name, weights, write_gguf
 
 # K-quants need rows of 256.
@@ -233,7 +234,8 @@ def test_no_such_file(tmp_path: Path) -> None:
         ({"llama.context_length": None, "llama.embedding_length": None}, ModelFormatError, "miss"),
         ({"llama.attention.layer_norm_rms_epsilon": None}, ModelFormatError, "epsilon is missing"),
         ({"tokenizer.ggml.eos_token_id": 5000}, ModelFormatError, "5000"),
-        ({"split.count": 3}, UnsupportedModelError, "parts"),
+        ({"split.count": 3}, ModelFormatError, "m.gguf: it is one of 3 parts.*its own name"),
+        ({"split.count": "3"}, ModelFormatError, "one of '3' parts"),
         ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.yarn_beta_slow": 0.0},
          ModelFormatError, "beta of the rope's scaling"),
         ({"qwen2.attention.sliding_window_pattern": [True, False]}, UnsupportedModelError,
@@ -263,6 +265,66 @@ def test_metadata_that_disagrees_or_is_not_supported_is_refused(
     config = FAMILIES["qwen2" if "qwen2." in str(change) else "llama"]
     with pytest.raises(error, match=words):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", config=config, metadata=change))
+
+
+FACTORS = {"rope_freqs.weight": np.linspace(1, 2, 8, dtype=np.float32)}
+
+
+def in_parts(folder: Path, split: int, config: LlamaConfig = CONFIG) -> list[Path]:
+    folder.mkdir()
+    write_gguf(folder / "m.gguf", config=config, split=split, extra=FACTORS)
+    return sorted(folder.iterdir())
+
+
+def test_a_model_in_parts_is_that_of_one_file(tmp_path: Path) -> None:
+    """By whichever part it is opened; also when the parts are joined, which leaves their keys."""
+    parts = in_parts(tmp_path / "parts", 8)
+    assert [part.name for part in parts] == [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    joined = {"split.count": 0, "split.no": 0, "split.tensors.count": 21}
+    whole = write_gguf(tmp_path / "whole.gguf", extra=FACTORS, metadata=joined)
+    with open_checkpoint(whole) as one:
+        for part in parts:
+            with open_checkpoint(part) as checkpoint:
+                assert checkpoint.path == parts[0]
+                assert checkpoint.config == one.config
+                assert checkpoint.config.rope_factors is not None
+                assert checkpoint.tensor_names() == one.tensor_names()
+                for name in one.tensor_names():
+                    assert np.array_equal(checkpoint.tensor(name), one.tensor(name))
+                load_tokenizer(checkpoint.tokenizer)
+
+
+def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    def refused(part: int, why: str, error: type[ModelError] = ModelFormatError) -> None:
+        """By whichever other part the model is opened; then the parts are whole again."""
+        for other in {0, 1, 2} - {part}:
+            with pytest.raises(error, match=rf"m-0000{part + 1}-of-00003\.gguf: {why}"):
+                open_checkpoint(parts[other])
+        parts[part].unlink(missing_ok=True)
+        parts[part].write_bytes(whole[part])
+        open_checkpoint(parts[0]).close()
+
+    parts = in_parts(tmp_path / "a", 8)
+    whole = [part.read_bytes() for part in parts]
+    for part in range(3):
+        parts[part].unlink()
+        refused(part, "it is missing; all 3 parts", ModelError)
+        parts[part].write_bytes(whole[part][:-200])
+        refused(part, "tensor .* cut short")
+        parts[part].write_bytes(b"GGUF")
+        refused(part, "damaged GGUF head")
+        parts[part].write_bytes(whole[part - 1])
+        refused(part, f"'split.no' is {(part - 1) % 3}, must be {part}")
+    parts[1].write_bytes(in_parts(tmp_path / "b", 7)[1].read_bytes())
+    refused(1, "tensor .* is in m-00001-of-00003.gguf too")
+    larger = dataclasses.replace(CONFIG, layers=3)
+    parts[1].write_bytes(in_parts(tmp_path / "c", 11, larger)[1].read_bytes())
+    refused(1, "'split.tensors.count' is 30, must be 21")
+    parts[2].write_bytes(in_parts(tmp_path / "d", 6)[2].read_bytes())
+    refused(2, "'split.count' is 4, must be 3")
+    parts[2].rename(parts[2].with_name("n-00003-of-00003.gguf"))
+    with pytest.raises(ModelError, match=r"n-00001-of-00003\.gguf: it is missing"):
+        open_checkpoint(parts[2].with_name("n-00003-of-00003.gguf"))
 
 
 def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:

@@ -195,13 +195,14 @@ def test_a_file_is_chosen_by_its_kind_or_name(hub: FakeHub, choice: str, data: b
         ("org/many:Q4_K", "has no GGUF file of Q4_K: m-Q4"),
         ("org/many:Q5_0", "has no GGUF file of Q5_0: m-Q4"),
         ("org/many:n.gguf", "has no file n.gguf: m-Q4"),
-        ("org/parts", "x-00001-of-00002.gguf is one of 2 parts"),
+        ("org/parts", "has no file x-00002-of-00003.gguf, one of 3 parts of a model: x-00001"),
+        ("org/parts:x-00003-of-00003.gguf", "has no file x-00002-of-00003.gguf, one of 3 parts"),
         ("org/none", "has neither a GGUF file nor config.json and"),
         ("org/hostile", "has neither a GGUF file nor config.json and"),
     ],
 )
 def test_what_cannot_be_chosen_is_said(hub: FakeHub, name: str, said: str) -> None:
-    parts = {f"x-0000{i}-of-00002.gguf": b"" for i in (1, 2)}
+    parts = {f"x-0000{i}-of-00003.gguf": b"" for i in (1, 3)}
     hostile = {"../../up.gguf": b"", "/etc/x.gguf": b"", "a b.gguf": b"", "x\x1b[2J.gguf": b""}
     hub.repos |= {"org/many": dict(MANY), "org/parts": parts, "org/none": {"pytorch.bin": b""}}
     hub.repos["org/hostile"] = hostile
@@ -209,6 +210,26 @@ def test_what_cannot_be_chosen_is_said(hub: FakeHub, name: str, said: str) -> No
         store.resolve(name)
     assert said in str(caught.value)
     assert not any("resolve" in asked for asked in hub.asked), "nothing is fetched"
+
+
+@pytest.mark.parametrize("choice", ["", ":Q8_0", ":Q8_0/m-Q8_0-00002-of-00003.gguf"])
+def test_all_parts_of_a_gguf_model_are_fetched(hub: FakeHub, tmp_path: Path, choice: str) -> None:
+    write_gguf(tmp_path / "m-Q8_0.gguf", split=8)
+    made = {f"Q8_0/{file.name}": file.read_bytes() for file in tmp_path.glob("*.gguf")}
+    assert len(made) == 3
+    hub.repos["org/parts"] = {**made, **({"n-Q4_0.gguf": b"x"} if choice else {})}
+    path = store.resolve(f"org/parts{choice}")
+    assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == {
+        name.removeprefix("Q8_0/"): data for name, data in made.items()
+    }
+    open_checkpoint(path).close()
+    assert store.resolve(f"org/parts{choice}", download=False) == path
+    # A download that was left off is not taken for the whole.
+    path.with_name("m-Q8_0-00003-of-00003.gguf").unlink()
+    with pytest.raises(ModelError, match=r"m-Q8_0-00003-of-00003\.gguf"):
+        store.resolve(f"org/parts{choice}", download=False)
+    assert store.resolve(f"org/parts{choice}") == path
+    open_checkpoint(path).close()
 
 
 def test_a_folder_of_safetensors(hub: FakeHub, tmp_path: Path) -> None:

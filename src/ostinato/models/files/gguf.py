@@ -5,6 +5,9 @@ file: with a false count it loops or allocates for minutes.  It also takes 2.5 s
 strings of SmolLM2's tokenizer, this parser 0.1 s.  The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 llama.cpp's tensor names and row order are converted to ours.
+
+A model in parts (llama-gguf-split) is several files, each with its share of the tensors.  The first
+has the metadata; the others have only `split.no`, `split.count` and `split.tensors.count`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,14 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato.errors import ModelFormatError, UnsupportedModelError
+from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
 from ostinato.models.config import LlamaConfig
 from ostinato.models.files.checkpoint import (
@@ -31,7 +34,7 @@ from ostinato.models.files.checkpoint import (
     name_in_layer,
 )
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
-from ostinato.models.files.reading import forget, map_file, unmap
+from ostinato.models.files.reading import forget, gguf_parts, map_file, unmap
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _WHOLE = {
@@ -83,7 +86,7 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 
 class GgufCheckpoint(StoredCheckpoint):
-    """A mapped GGUF file, made by `open_gguf`."""
+    """A mapped GGUF file, or all parts of a model, made by `open_gguf`."""
 
     def __init__(
         self,
@@ -91,54 +94,104 @@ class GgufCheckpoint(StoredCheckpoint):
         config: LlamaConfig,
         tokenizer: GgufTokenizerSource,
         tensors: dict[str, RawTensor],
-        mapped: mmap.mmap,
+        mapped: dict[Path, mmap.mmap],
     ) -> None:
         super().__init__(path, config, tokenizer, tensors)
-        self._mapped: mmap.mmap | None = mapped
+        self._mapped = mapped
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        assert self._mapped is not None, "the base class refuses to read once closed"
-        return np.frombuffer(self._mapped, np.uint8, raw.size, raw.offset)
+        return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
 
     def _forget(self, raw: RawTensor) -> None:
-        assert self._mapped is not None, "the base class refuses to read once closed"
-        forget(self._mapped, raw.offset, raw.size)
+        forget(self._mapped[raw.file], raw.offset, raw.size)
 
     def _unmap(self) -> None:
-        mapped, self._mapped = self._mapped, None
-        unmap(mapped)
+        mapped, self._mapped = self._mapped, {}
+        for file in mapped.values():
+            unmap(file)
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Opens a GGUF file of an architecture that `LlamaConfig.from_gguf` supports.
+    """Opens a GGUF file of an architecture that `LlamaConfig.from_gguf` supports; if it is a part
+    of a model, all parts, which must lie beside it.  The checkpoint's path is the first part's.
 
-    Raises ModelFormatError, UnsupportedModelError (see `read_header` and `check_tensors`), OSError.
+    Raises ModelFormatError, UnsupportedModelError (see `read_header` and `check_tensors`),
+    ModelError for a missing part, OSError.
     """
-    mapped = map_file(path)
+    mapped: dict[Path, mmap.mmap] = {}
     try:
-        with memoryview(mapped) as data:
-            header = read_header(data, path)
-            if header.metadata.get("split.count", 1) != 1:
-                raise UnsupportedModelError(
-                    f"{path}: one of {quoted(header.metadata['split.count'])} parts of a model; "
-                    "join them (llama-gguf-split --merge)"
-                )
-            config = _config(header, data, path)
+        path, header = _read_headers(path, mapped)
+        config = _config(header, mapped, path)
         tensors: dict[str, RawTensor] = {}
         interleaved = {}
         if header.metadata["general.architecture"] in _INTERLEAVED:
             interleaved = {"wq": config.heads, "wk": config.kv_heads}
         for entry in header.tensors:
             if entry.name != _ROPE_FACTORS:
-                canonical = _canonical(entry.name, path)
+                canonical = _canonical(entry.name, entry.file)
                 heads = interleaved.get(canonical.rpartition(".")[2], 0)
                 tensors[canonical] = replace(entry, heads=heads)
         tensors = check_tensors(config, tensors, str(path))
         source = GgufTokenizerSource(path, header.metadata)
         return GgufCheckpoint(path, config, source, tensors, mapped)
     except BaseException:
-        unmap(mapped)
+        for file in mapped.values():
+            unmap(file)
         raise
+
+
+def _read_headers(path: Path, mapped: dict[Path, mmap.mmap]) -> tuple[Path, GgufHeader]:
+    """Maps the file, or all parts of its model, into `mapped`.  Returns the path of the first part,
+    and its metadata with the tensors of all."""
+
+    def read(file: Path) -> GgufHeader:
+        mapped[file] = map_file(file)
+        with memoryview(mapped[file]) as data:
+            return read_header(data, file)
+
+    given = read(path)
+    count, total = (given.metadata.get(f"split.{key}") for key in ("count", "tensors.count"))
+    if count in (None, 0, 1):  # 0: parts that llama-gguf-split joined
+        return path, given
+    names = gguf_parts(path.name)
+    if len(names) != count:
+        raise ModelFormatError(
+            f"{path}: it is one of {quoted(count)} parts of a model, which are found by their "
+            "names; give it its own name back, such as model-00001-of-00003.gguf"
+        )
+    parts: dict[Path, GgufHeader] = {}
+    tensors: dict[str, RawTensor] = {}
+    for number, file in enumerate(map(path.with_name, names)):
+        if not file.is_file():
+            raise ModelError(
+                f"{file}: it is missing; all {count} parts of the model must lie in one folder"
+            )
+        part = parts[file] = given if file == path else read(file)
+        first = next(iter(parts.values()))
+        shared = first.metadata.keys() & part.metadata.keys() - {"general.alignment"}
+        wanted = {key: first.metadata[key] for key in shared}
+        wanted |= {"split.no": number, "split.count": count, "split.tensors.count": total}
+        for key, value in wanted.items():
+            if part.metadata.get(key) != value:
+                raise ModelFormatError(
+                    f"{file}: {quoted(key)} is {quoted(part.metadata.get(key))}, must be "
+                    f"{quoted(value)}: it is another part than number {number + 1}, or of another "
+                    f"model than {path.name}"
+                )
+        for entry in part.tensors:
+            if entry.name in tensors:
+                other = tensors[entry.name].file
+                raise ModelFormatError(
+                    f"{file}: tensor {quoted(entry.name)} is in {other.name} too"
+                )
+            tensors[entry.name] = entry
+    if len(tensors) != total:
+        raise ModelFormatError(
+            f"{path}: all parts together have {len(tensors)} tensors, split.tensors.count is "
+            f"{quoted(total)}; fetch them again"
+        )
+    file, first = next(iter(parts.items()))
+    return file, replace(first, tensors=tuple(tensors.values()))
 
 
 def _canonical(name: str, path: Path) -> str:
@@ -147,7 +200,7 @@ def _canonical(name: str, path: Path) -> str:
     return name_in_layer(name, _LAYER_NAME, _IN_LAYER, path)
 
 
-def _config(header: GgufHeader, data: memoryview, path: Path) -> LlamaConfig:
+def _config(header: GgufHeader, mapped: Mapping[Path, mmap.mmap], path: Path) -> LlamaConfig:
     by_name = {entry.name: entry for entry in header.tensors}
     embed = by_name.get("token_embd.weight")
     factors = by_name.get(_ROPE_FACTORS)
@@ -157,18 +210,18 @@ def _config(header: GgufHeader, data: memoryview, path: Path) -> LlamaConfig:
         # names the missing tensor: both are better than an error here.
         vocabulary=1 if embed is None else embed.shape[0],
         tied_embeddings="output.weight" not in by_name,
-        rope_factors=None if factors is None else _factors(factors, data, path),
+        rope_factors=None if factors is None else _factors(factors, mapped[factors.file]),
         where=str(path),
     )
 
 
-def _factors(entry: RawTensor, data: memoryview, path: Path) -> tuple[float, ...]:
+def _factors(entry: RawTensor, mapped: mmap.mmap) -> tuple[float, ...]:
     if entry.type != "F32" or len(entry.shape) != 1 or entry.shape[0] > 1 << 10:
         raise ModelFormatError(
-            f"{path}: {_ROPE_FACTORS} is {entry.type} {list(entry.shape)}, must be an F32 vector"
+            f"{entry.file}: {_ROPE_FACTORS} is {entry.type} {list(entry.shape)}, must be an F32 "
+            "vector"
         )
-    values = np.frombuffer(bytes(data[entry.offset : entry.offset + entry.size]), "<f4")
-    return tuple(values.tolist())
+    return tuple(np.frombuffer(mapped, "<f4", entry.shape[0], entry.offset).tolist())
 
 
 # ----------------------------------------------------------------------------------------- the head

@@ -4,6 +4,8 @@
     org/name:Q4_K_M         the GGUF file of this quantisation
     org/name:file.gguf      this file
 
+Of a GGUF model in parts, all parts; the path is the first one's.
+
 The hub is not trusted: names of files are checked before they are requested, and downloaded files
 are opened like any other file.
 """
@@ -14,18 +16,18 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ostinato.errors import DownloadError, ModelError, NotAvailableError
 from ostinato.models.arguments import shown
-from ostinato.models.files.reading import read_json
+from ostinato.models.files.reading import gguf_parts, read_json
 
 T = TypeVar("T")
 
 _NAME = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?::(?P<choice>[\w][\w./-]*))?")
 _FILE = re.compile(r"(?:[\w][\w.-]*/){0,8}[\w][\w.-]*")
-_PART = re.compile(r"-0*[0-9]+-of-0*(?P<count>[0-9]+)\.gguf", re.IGNORECASE)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _OTHERS = (
@@ -94,7 +96,7 @@ def from_hub(name: HubName, *, download: bool) -> Path:
         chosen = _choose(name, files)
         if not chosen:
             _require_whole(name, folder)
-        return folder / chosen
+        return folder / chosen[0] if chosen else folder
     try:
         files = _asked(name, lambda: hub.HfApi().list_repo_files(name.repo))
     except DownloadError:
@@ -103,7 +105,8 @@ def from_hub(name: HubName, *, download: bool) -> Path:
         raise
     chosen = _choose(name, files)
     if chosen:
-        return Path(_asked(name, lambda: hub.hf_hub_download(name.repo, chosen)))
+        paths = [_asked(name, partial(hub.hf_hub_download, name.repo, file)) for file in chosen]
+        return Path(paths[0])
     files = _listed(files)
     here = {file for file in files if file in _OTHERS}
     if _INDEX in here:
@@ -142,19 +145,20 @@ def _listed(files: Sequence[Any]) -> list[str]:
     return sorted(file for file in files if isinstance(file, str) and _FILE.fullmatch(file))
 
 
-def _choose(name: HubName, files: Sequence[Any]) -> str:
-    """Returns the GGUF file to use; "" for the folder of safetensors.  Raises ModelError."""
+def _choose(name: HubName, files: Sequence[Any]) -> list[str]:
+    """Returns the GGUF file to use, or all its parts; nothing for the folder of safetensors.
+    Raises ModelError."""
     listed = _listed(files)
     if name.choice.lower().endswith(".gguf"):
         if name.choice not in listed:
             raise _none(name, f"has no file {name.choice}", listed)
-        return _single(name.choice, name)
+        return _parts(name.choice, name, listed)
     gguf = [file for file in listed if file.lower().endswith(".gguf")]
     if not name.choice:
         if "config.json" in listed and any(
             "/" not in file and file.endswith(".safetensors") for file in listed
         ):
-            return ""
+            return []
         if not gguf:
             raise _none(name, "has neither a GGUF file nor config.json and *.safetensors", listed)
         found = gguf
@@ -163,20 +167,18 @@ def _choose(name: HubName, files: Sequence[Any]) -> str:
         found = [file for file in gguf if kind.search(file.rpartition("/")[2])]
         if not found:
             raise _none(name, f"has no GGUF file of {name.choice}", gguf)
-    if len({_PART.sub("", file) for file in found}) > 1:
+    if len({gguf_parts(file)[0] for file in found}) > 1:
         raise _none(name, f"has {len(found)} GGUF files; name one as {name.repo}:file.gguf", found)
-    return _single(found[0], name)
+    return _parts(found[0], name, listed)
 
 
-def _single(file: str, name: HubName) -> str:
-    """Returns the file.  Raises ModelError if it is one of several parts of a model."""
-    part = _PART.search(file)
-    if part is not None and int(part["count"][:9]) > 1:
-        raise ModelError(
-            f"{name}: {file} is one of {part['count'][:9]} parts, which are not read; join them "
-            "(llama-gguf-split --merge), and give the file by its path"
-        )
-    return file
+def _parts(file: str, name: HubName, listed: Sequence[str]) -> list[str]:
+    """Returns all parts of the model, or the file.  Raises ModelError if a part is missing."""
+    parts = gguf_parts(file)
+    for part in parts:
+        if part not in listed:
+            raise _none(name, f"has no file {part}, one of {len(parts)} parts of a model", listed)
+    return parts
 
 
 def _none(name: HubName, what: str, files: Sequence[str]) -> ModelError:

@@ -9,7 +9,8 @@ from ostinato.models.files.checkpoint import StoredCheckpoint
 
 
 def open_checkpoint(path: str | Path) -> StoredCheckpoint:
-    """Opens a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.
+    """Opens a `.gguf` file, or a folder with config.json, *.safetensors and tokenizer.json.  Any
+    part of a GGUF model in parts stands for all, which must lie beside it.
 
     Raises ModelError if there is no such file or it cannot be read, ModelFormatError if it is
     damaged or inconsistent, UnsupportedModelError for an unsupported architecture or tensor type.

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import re
 import stat
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -15,6 +16,8 @@ from ostinato.files import UntrustedError, open_regular, replace_file
 
 MAX_JSON = 4 << 20
 """The most bytes of JSON that are parsed; a model of 126 layers has 1,136 tensors of 120 bytes."""
+
+_PART = re.compile(r"(.+-)[0-9]{5}(-of-([0-9]{5})\.gguf)")
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -53,6 +56,16 @@ def parse_object(text: bytes, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ModelFormatError(f"{where}: the JSON is a {type(value).__name__}, must be an object")
     return cast(dict[str, object], value)
+
+
+def gguf_parts(name: str) -> list[str]:
+    """Returns the names of all parts of the GGUF model that the file of this name is a part of
+    (name-00002-of-00003.gguf), in order; only the name for any other file."""
+    match = _PART.fullmatch(name)
+    count = 0 if match is None else int(match[3])
+    if match is None or not count:
+        return [name]
+    return [f"{match[1]}{number:05}{match[2]}" for number in range(1, count + 1)]
 
 
 def map_file(path: Path) -> mmap.mmap:
