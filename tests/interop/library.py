@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class Here(threading.local):
         self.chain: Chaining | None = None
 
 
-class Installed:
+class Installed(Watch):
     """The watch of the library itself, of which nothing is read: it stands for an installed
     package, whose state is no function's."""
 
@@ -105,18 +105,6 @@ class Installed:
 
     def note(self, checks: object, tokens: list[Hashable], arrays: list[Any]) -> None:
         pass
-
-    def others(self) -> Iterable[tuple[str, Any]]:
-        return ()
-
-    def methods(self) -> Iterable[tuple[type, str]]:
-        return ()
-
-    def names(self) -> list[str]:
-        return []
-
-    def holders(self) -> Iterable[Any]:
-        return ()
 
 
 class Chaining:

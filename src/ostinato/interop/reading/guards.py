@@ -134,7 +134,7 @@ class Seen(NamedTuple):  # made in each call; a dataclass takes twice as long
     """The numbers of tokens and arrays before each place, and before the functions called."""
 
 
-class Guarded:
+class Guarded(Watch):
     """A function with guards of its own, which also guard the functions that call it."""
 
     _guards: Guards | None = None
@@ -156,18 +156,6 @@ class Guarded:
         tokens.append(seen.tokens)
         arrays += seen.arrays
 
-    def others(self) -> Iterable[tuple[str, Any]]:
-        return ()
-
-    def methods(self) -> Iterable[tuple[type, str]]:
-        return ()
-
-    def holders(self) -> Iterable[Any]:
-        return ()
-
-    def names(self) -> list[str]:
-        return []
-
 
 class _Here(threading.local):
     def __init__(self) -> None:
@@ -178,8 +166,8 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Reading(Walker):
-    """A walk that makes the tokens of a key."""
+class Reading(Walker):
+    """A walk that makes the tokens of a key, and lists the arrays."""
 
     def __init__(self, serial: Callable[[object], int]) -> None:
         self._serial = serial
@@ -223,54 +211,41 @@ class _Reading(Walker):
         self.tokens.append(head)
 
 
-class _Naming(_Reading):
-    """A `_Reading` that also names the place of each token's value."""
+def _named(receive: Callable[..., None]) -> Callable[..., None]:
+    """Returns a method that also names the place of the token that `receive` adds."""
+
+    def named(self: _Naming, path: Trail, *given: Any) -> None:
+        receive(self, path, *given)
+        self.names.append(in_words(path))
+
+    return named
+
+
+class _Naming(Reading):
+    """A reading that also names the place of each token's value."""
 
     def __init__(self, serial: Callable[[object], int]) -> None:
         super().__init__(serial)
         self.names: list[str] = []
 
-    def array(self, path: Trail, array: Any) -> None:
-        super().array(path, array)
-        self.names.append(in_words(path))
-
-    def plain(self, path: Trail, value: Any) -> None:
-        super().plain(path, value)
-        self.names.append(in_words(path))
-
-    def function(self, path: Trail, value: types.FunctionType) -> None:
-        super().function(path, value)
-        self.names.append(in_words(path))
+    array = _named(Reading.array)
+    plain = _named(Reading.plain)
+    function = _named(Reading.function)
+    variable = _named(Reading.variable)
+    container = _named(Reading.container)
+    contents = _named(Reading.contents)
+    other = _named(Reading.other)
+    items = _named(Reading.items)
 
     def methods(self, kind: type, found: dict[str, Any]) -> None:
         super().methods(kind, found)
         self.names.append(kind.__qualname__)
-
-    def variable(self, path: Trail, value: Any, content: Any) -> None:
-        super().variable(path, value, content)
-        self.names.append(in_words(path))
 
     def watched(self, path: Trail, watch: Watch) -> None:
         super().watched(path, watch)
         whole, missing = in_words(path), len(self.tokens) - len(self.names)
         names = [f"{whole}{name}" for name in watch.names()]
         self.names += names if len(names) == missing else [whole] * missing
-
-    def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
-        super().container(path, value, head, children)
-        self.names.append(in_words(path))
-
-    def contents(self, path: Trail, value: Any, token: Hashable) -> None:
-        super().contents(path, value, token)
-        self.names.append(in_words(path))
-
-    def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        super().other(path, value, inside, inner)
-        self.names.append(in_words(path))
-
-    def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
-        super().items(path, value, head, items)
-        self.names.append(in_words(path))
 
 
 @dataclass(slots=True)
@@ -374,7 +349,7 @@ class Guards:
         known = -1
         while known != len(self._named):  # again if a method named further attributes
             known = len(self._named)
-            reading = _Reading(self.serial)
+            reading = Reading(self.serial)
             met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most records are of no use any more
             # Over a set made at once: `_Drops` may remove entries while this runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import operator
 import sys
 import threading
@@ -18,29 +19,42 @@ from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
 _DEEPEST = 4
 
 
-class Watch(Protocol):
+class Watch:
     """A reader of an object with a state of its own (a module), used at each call."""
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Adds the object's plain values to `tokens` and its arrays to `arrays`."""
-        ...
+        raise NotImplementedError
 
     def others(self) -> Iterable[tuple[str, Any]]:
         """Returns the other objects that the object holds, by name; to be called after `read`."""
-        ...
+        return ()
 
     def methods(self) -> Iterable[tuple[type, str]]:
         """Returns classes, each with the name of a method that runs when the object is called."""
-        ...
+        return ()
 
     def names(self) -> list[str]:
         """Returns for each token of `read` the place of its value, behind the name of the object;
         empty if the places are not known."""
-        ...
+        return []
 
     def holders(self) -> Iterable[Any]:
         """Returns the dicts, lists and the like of what `read` reads; to be called after it."""
-        ...
+        return ()
+
+
+_MOST_VERSIONS = 4096
+_next_version = itertools.count()
+_versions: dict[Hashable, int] = {}
+
+
+def version_of(layout: Hashable) -> int:
+    """Returns a number that stands for the layout of a watched object; equal layouts have the same
+    number, also of different objects and functions."""
+    if len(_versions) > _MOST_VERSIONS:
+        _versions.clear()
+    return _versions.setdefault(layout, next(_next_version))
 
 
 class WatchingLibrary(Arrays, Protocol):

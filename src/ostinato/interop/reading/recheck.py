@@ -23,10 +23,8 @@ from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop.reading.chains import Chain, Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import (
-    Guards,
+    Reading,
     Trail,
-    Walker,
-    code_token,
     content_of,
     contents_of,
     size_of,
@@ -35,7 +33,7 @@ from ostinato.interop.reading.library import GraphedOptions, Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import ReadPlace
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
-from ostinato.interop.reading.trees import Leaf, children_of, is_plain, plain_token
+from ostinato.interop.reading.trees import children_of, is_plain, plain_token
 from ostinato.lowlevel import NotLaunched, load_extension
 
 _extension, _ = load_extension("ostinato.interop.reading._recheck")
@@ -262,15 +260,12 @@ class Checks:
         return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
 
 
-class _Noting(Walker):
-    """A walk through what a function uses that notes the place of each value.
+class _Noting(Reading):
+    """A reading that also notes the place of each value; of a plain value the object decides."""
 
-    `tokens` and `arrays` become those of `Guards.read`."""
-
-    def __init__(self, checks: Checks, guards: Guards) -> None:
-        self._checks, self._guards = checks, guards
-        self.tokens: list[Hashable] = []
-        self.arrays: list[Any] = []
+    def __init__(self, checks: Checks, serial: Callable[[object], int]) -> None:
+        super().__init__(serial)
+        self._checks = checks
 
     def place(self, place: ReadPlace, value: Any) -> None:
         how, held, name = place.source
@@ -283,31 +278,24 @@ class _Noting(Walker):
         elif how == "partial":
             self._checks.attributes(held, {"args": value[0], "keywords": value[1]})
 
-    def array(self, path: Trail, array: Any) -> None:
-        self.tokens.append(Leaf)
-        self.arrays.append(array)
-
-    def plain(self, path: Trail, value: Any) -> None:  # no check: same object, same value
-        self.tokens.append(plain_token(value))
-
     def function(self, path: Trail, value: types.FunctionType) -> None:
-        self.tokens.append(code_token(value))
+        super().function(path, value)
         names = "__code__", "__defaults__", "__kwdefaults__"
         self._checks.attributes(value, {name: getattr(value, name) for name in names})
 
     def methods(self, kind: type, found: dict[str, Any]) -> None:
-        self.tokens.append((kind, *found.values()))
+        super().methods(kind, found)
         self._checks.attributes(kind, found)
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
-        self.tokens.append((type(value), self._guards.serial(value)))
+        super().variable(path, value, content)
         self._checks.reads(value, _Holds(content))
 
     def watched(self, path: Trail, watch: Watch) -> None:
         _note(watch, self._checks, self.tokens, self.arrays)
 
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
-        self.tokens.append(head)
+        super().container(path, value, head, children)
         kind, checks = type(value), self._checks
         if kind is list:
             checks.sequence(value, children)
@@ -327,12 +315,11 @@ class _Noting(Walker):
             raise Inexpressible
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
-        self.tokens.append(token)
+        super().contents(path, value, token)
         self._checks.reads(value, contents_of)
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        names = None if inside is None else tuple(inside)
-        self.tokens.append((type(value), self._guards.serial(value), names, size_of(value)))
+        super().other(path, value, inside, inner)
         if size_of(value) is not None:
             self._checks.reads(value, size_of)
         self._checks.kind(value)
@@ -351,7 +338,7 @@ class _Noting(Walker):
         self._checks.attributes(value, rest)
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
-        self.tokens.append(head)
+        super().items(path, value, head, items)
         if isinstance(value, dict) and not isinstance(value, OrderedDict):
             self._checks.items(value, [*dict.values(value)])
         elif isinstance(value, list):
@@ -565,7 +552,7 @@ def checked(
         if not same(checks.statics, work.statics) or checks.pointers != subject.pointers(work):
             return None
         if guards is not None and work.seen is not None:
-            noting = _Noting(checks, guards)
+            noting = _Noting(checks, guards.serial)
             guards.walk(noting)
             if tuple(noting.tokens) != work.seen.tokens or not same(noting.arrays, seen[0]):
                 return None

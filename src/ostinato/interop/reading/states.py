@@ -17,20 +17,17 @@ from ostinato.interop.reading.objects import (
     holders_of,
     items_of,
     same,
+    version_of,
 )
 from ostinato.interop.reading.recheck import Checks, Inexpressible, SameItems
 from ostinato.interop.reading.trees import Itself, is_plain, plain_token
 
 _DEEPEST = 16
 _CONTAINERS = (dict, list, tuple, deque)
-_MOST_VERSIONS = 4096
-_next_version = itertools.count()
-_versions: dict[Hashable, int] = {}
-"""Numbers of the layouts of such objects, shared by all graphed functions."""
 _all = itertools.chain.from_iterable
 
 
-class StateWatch:
+class StateWatch(Watch):
     """All that an object holds, at any depth and under any name: plain values, each with a token of
     its own, arrays, and the layout that connects them.
 
@@ -77,9 +74,7 @@ class StateWatch:
             for start, placed in zip(starts, self._placed, strict=False)
             for index, place in placed.items()
         }
-        if len(_versions) > _MOST_VERSIONS:
-            _versions.clear()
-        self._version = _versions.setdefault(tuple(self._layout), next(_next_version))
+        self._version = version_of(tuple(self._layout))
         self._found = True
 
     def _search(self, name: str, value: Any, depth: int) -> None:
@@ -184,9 +179,6 @@ class StateWatch:
         for name, watch in self._watches:
             for inner, child in watch.others():
                 yield f"{name}.{inner}", child
-
-    def methods(self) -> Iterable[tuple[type, str]]:
-        return ()
 
     def holders(self) -> Iterable[Any]:
         inside = [watch.holders() for _, watch in self._watches]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ostinato.interop.reading.guards import Guarded
-from ostinato.interop.reading.objects import Missing, same
+from ostinato.interop.reading.objects import Missing, Watch, same, version_of
 from ostinato.interop.reading.places import (
     data_of,
     forget_methods,
@@ -31,11 +31,6 @@ _STATEFUL = (
     torch.optim.lr_scheduler.LRScheduler,
     torch.amp.GradScaler,
 )
-_MOST_VERSIONS = 4096
-_next_version = itertools.count()
-_versions: dict[Hashable, int] = {}
-"""Numbers of modules' content without tensors, shared by all graphed functions."""
-
 _TABLES = "_forward_hooks", "_forward_pre_hooks"
 _all = itertools.chain.from_iterable
 _values = dict.values
@@ -101,7 +96,7 @@ def stateful(value: Any) -> Any:
     return value if isinstance(value, _STATEFUL) else None
 
 
-class ModuleWatch:
+class ModuleWatch(Watch):
     """The content of a module and of those inside it, read again at each call: weights, buffers,
     and attributes.  Attributes are plain values, tensors, and others (`others`); those whose names
     begin with _ count only if `forward` names them."""
@@ -169,9 +164,7 @@ class ModuleWatch:
             tuple([found.index(each) for each in found]),
             tuple(self._hooked),
         )
-        if len(_versions) > _MOST_VERSIONS:
-            _versions.clear()
-        self._version = _versions.setdefault(state, next(_next_version))
+        self._version = version_of(state)
 
     def _filled_now(self) -> list[list[Any]]:
         """Returns the names of modules and tensors, and which tensors are None."""
@@ -229,9 +222,6 @@ class ModuleWatch:
         module: Any = self._module()
         for kind in {type(each) for each in module.modules()}:
             yield kind, "forward"
-
-    def names(self) -> list[str]:
-        return []
 
     def holders(self) -> Iterable[Any]:
         return [*self._sized, *self._hooks]
