@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 from ostinato import GraphCache, GraphExec, MemoryRange, Stream
@@ -326,7 +326,7 @@ class Graphed(Guarded, Closeable):
             or (captured.attached and not all(each.fits for each in captured.attached))
             or (given.statics and self._subject.pointers(given) != captured.pointers)
             or (given.sizes and not _fits(line, given))
-            or ((line.written or line.state) and self._overlaps(line, given))
+            or ((line.written or line.state) and work.overlaps())
         ):
             work.begin()
             line.decided_at = None
@@ -343,11 +343,11 @@ class Graphed(Guarded, Closeable):
         captured, made = work.captured, work.made
         if captured is not None and made is not None:
             if captured.attached or captured.written or captured.tree.given or given.sizes:
-                work.result = self._results(line, captured, given, made, work.fresh)
+                work.result = self._results(work, captured, made)
             else:  # its only effect is a result of the copies alone
                 work.result = captured.give(made)
             if not (captured.compared or given.sizes):
-                self._compare(line, captured, given)
+                work.compare(captured)
         return work
 
     # --- calls that wait for the device
@@ -460,36 +460,6 @@ class Graphed(Guarded, Closeable):
         why = chain.reason
         if why or waiting.failures >= _MOST_FAILURES:
             self._unchain(line, waiting, why or chain.unbound or "no chain of graphs could be made")
-
-    def _build_chain(self, work: _Work) -> GraphExec:
-        """Runs a call for real, as the chain of its line.  Raises Raised, NotGraphable."""
-        line, given, maker = work.call, work.given, self._maker
-        kept = self._subject.keep(given)
-        random = self._library.save_random()
-        try:
-            run = maker.run_chain(given, kept, random)
-        except Raised:
-            raise
-        except BaseException as error:
-            self._library.restore_random(random)
-            self._take_back(kept, given, error)
-            raise
-        work.done = True
-        try:
-            made, captured = maker.chained(line, given, run)
-        except BaseException as error:
-            line.unbound = str(error)
-            work.result = maker.whole(run, given)
-            raise
-        assert line.entry is not None and line.counts is not None and captured.chain is not None
-        line.counts.capture_reasons[line.unbound or "the call waits for the device"] += 1
-        line.unbound = ""
-        if line.parent is not None:
-            line.words = f"{line.parent.words}: {captured.chain.words}"
-        self._attach(captured, line)
-        self._compare(line, captured, given)
-        work.result = self._results(line, captured, given, (), run.fresh)
-        return made
 
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -604,113 +574,65 @@ class Graphed(Guarded, Closeable):
                 self._folds.drop(key)
 
     # ------------------------------------------------------------------------------ replays
-    def _stage(self, captured: Captured, work: ReadCall, poisoned: bool) -> None:
-        """Copies a call's arrays into the inputs, of which some are longer than the arrays."""
-        library = self._library
-        for into, leaf, dynamic in zip(captured.inputs, work.leaves, work.axes, strict=True):
-            if dynamic is None:
-                library.copy(into, leaf)
-                continue
-            axis, size = dynamic.axis, dynamic.size
-            front = library.narrow(into, axis, size)
-            library.copy(front, leaf)
-            if dynamic.fill is not None:
-                library.fill(library.rest(into, axis, size), dynamic.fill)
-            elif poisoned:
-                library.poison(library.rest(into, axis, size), front, axis)
-
-    def _results(
-        self,
-        line: Line,
-        captured: Captured,
-        work: ReadCall,
-        made: Sequence[Any],
-        fresh: Sequence[Any] = (),
-    ) -> Any:
-        """Returns the result of a call after its replay.  `made`: outputs that the graph copied.
-        `fresh`: what the host read in this call for the result (`Chain.run`)."""
-        library = self._library
+    def _results(self, work: _Work, captured: Captured, made: Sequence[Any]) -> Any:
+        """Returns the result of a call after its replay.  `made`: outputs that the graph copied."""
+        library, given = self._library, work.given
         for each in captured.attached:
             if getattr(each.array, each.name) is not each.after:
                 setattr(each.array, each.name, each.after)
         written = captured.written
-        overwritten = self._subject.overwritten(captured, work) if written else ()
+        overwritten = self._subject.overwritten(captured, given) if written else ()
         for index in written:
             if index in overwritten:
                 continue
-            changed, dynamic = captured.inputs[index], work.axes[index]
+            changed, dynamic = captured.inputs[index], given.axes[index]
             if dynamic is not None:
                 changed = library.narrow(changed, dynamic.axis, dynamic.size)
-            library.copy(work.leaves[index], changed)
-        given: Sequence[Any] = ()
+            library.copy(given.leaves[index], changed)
+        placed: Sequence[Any] = ()
         if captured.tree.given:
-            given = [*fresh, *self._subject.arguments.static_objects(work)]
-        if not work.sizes:
-            return captured.give(made, given)
+            placed = [*work.fresh, *self._subject.arguments.static_objects(given)]
+        if not given.sizes:
+            return captured.give(made, placed)
         outputs = [*captured.outputs]
-        for (index, axis), cut in line.cuts.items():
-            outputs[index] = library.narrow(outputs[index], axis, work.sizes[cut.size])
-        return captured.give(made, given, outputs)
+        for (index, axis), cut in work.call.cuts.items():
+            outputs[index] = library.narrow(outputs[index], axis, given.sizes[cut.size])
+        return captured.give(made, placed, outputs)
 
     def _giver(self, captured: Captured) -> Callable[..., Any]:
         """Returns the function for `Captured.give`."""
-        library, build = self._library, captured.tree.build
-        if self._options.results == "static":
-            return self._static_giver(captured)
-        moved = () if captured.moves is None else captured.moves.outputs
-        if moved and len(moved) == len(captured.outputs):
-            return build
-        # For each output the result has a copy, by the graph (None) or by the library; or an array
-        # over static memory, a new one each time, since its shape may be changed in place.
-        # Static arrays stay themselves.
-        kept = {id(array) for _, array in captured.bound.storages}
+        library, build, outputs = self._library, captured.tree.build, captured.outputs
+        # For each output the result has the copy that the graph made (None), or what a function
+        # makes of the output.
         hows: list[Callable[[Any], Any] | None] = []
-        for index, (output, copied) in enumerate(
-            zip(captured.outputs, captured.clones, strict=True)
-        ):
-            copy = None if index in moved else library.clone
-            hows.append(copy if copied else _itself if id(output) in kept else library.alias)
+        if self._options.results == "static":
+            # The outputs themselves, but copies of those in the graph's inputs: the next call may
+            # take these as other arguments, whose copies would overwrite each other.
+            memory = [*map(library.storage, captured.inputs)]
+            for output in outputs:
+                place = library.address(output)
+                hows.append(library.clone if any(m.holds(place) for m in memory) else _itself)
+        else:
+            moved = () if captured.moves is None else captured.moves.outputs
+            if moved and len(moved) == len(outputs):
+                return build
+            # Static arrays stay themselves.  An array over static memory is a new one each time,
+            # since its shape may be changed in place.
+            kept = {id(array) for _, array in captured.bound.storages}
+            for index, (output, copied) in enumerate(zip(outputs, captured.clones, strict=True)):
+                copy = None if index in moved else library.clone
+                hows.append(copy if copied else _itself if id(output) in kept else library.alias)
+        if all(how is _itself for how in hows):
+            return lambda made, given=(), outputs=outputs: build(outputs, given)
 
         def give(
-            made: Sequence[Any],
-            given: Sequence[Any] = (),
-            outputs: Sequence[Any] = captured.outputs,
+            made: Sequence[Any], given: Sequence[Any] = (), outputs: Sequence[Any] = outputs
         ) -> Any:
             copies = iter(made)
             pairs = zip(outputs, hows, strict=True)
             return build([next(copies) if how is None else how(out) for out, how in pairs], given)
 
         return give
-
-    def _static_giver(self, captured: Captured) -> Callable[..., Any]:
-        """Returns a function that gives the outputs themselves, but copies of those in the graph's
-        inputs: the next call may take these as other arguments, whose copies would overwrite each
-        other."""
-        library, build = self._library, captured.tree.build
-        memory = [*map(library.storage, captured.inputs)]
-        passed = [any(m.holds(library.address(o)) for m in memory) for o in captured.outputs]
-        if not any(passed):
-            return lambda made, given=(), outputs=captured.outputs: build(outputs, given)
-        hows = [library.clone if each else _itself for each in passed]
-
-        def give(
-            made: Sequence[Any],
-            given: Sequence[Any] = (),
-            outputs: Sequence[Any] = captured.outputs,
-        ) -> Any:
-            return build([how(out) for how, out in zip(hows, outputs, strict=True)], given)
-
-        return give
-
-    def _compare(self, line: Line, captured: Captured, work: ReadCall) -> None:
-        """Finds, after the first replay of a graph, the arguments that it writes without a counted
-        write, and copies these back."""
-        captured.compared = True
-        found = self._uncounted(line.written, work.leaves, dict(enumerate(captured.inputs)))
-        for index in found:
-            self._library.copy(work.leaves[index], captured.inputs[index])
-        line.written |= found
-        captured.written = tuple(sorted({*captured.written, *found}))
 
     # --- the short way
     def _heat(self, line: Line, work: _Work, key: Any, reason: str) -> None:
@@ -756,84 +678,6 @@ class Graphed(Guarded, Closeable):
             reason = reason and f"what the function uses: {reason}"
         return reason or subject.hidden(work)
 
-    def _warm_up(self, line: Line, work: ReadCall) -> Any:
-        """Runs the first call of a key eagerly, on a stream beside the caller's.
-
-        Raises _NoCopies, before anything runs, if there is no memory for copies of the arguments.
-        """
-        subject, library, options = self._subject, self._library, self._options
-        state = work.state
-        places = self._places(work.leaves + work.statics), self._places(state)
-        versions = [*map(library.version, work.leaves)]
-        versions_before = [*map(library.version, state)]
-        # Writes must be known: a check puts back what is written, and files hold all else as
-        # constants.
-        asked = options.verify != "off" or self._saving is not None
-        try:
-            kept = self._kept(work.leaves)
-            kept_state = self._kept(state) if asked else {}
-        except Exception as error:
-            if self._is_out_of_memory(error):
-                raise _NoCopies(str(error)) from None
-            raise
-        subject.turns.take()
-        seeded, drawn = library.seeding(), subject.drawing()
-        result = library.run_beside(lambda: self._function(*work.args, **work.kwargs))
-        if library.wants_gradient(result):
-            why = self._give_up(
-                line,
-                "the call needs gradients, which a replay does not give; call it inside "
-                "torch.no_grad() or torch.inference_mode()",
-            )
-            if options.gradients == "refuse":
-                line.refused = why
-                raise InputError(f'{why}, or ask for gradients="eager"')
-            return result
-        after = [*map(library.version, work.leaves)]
-        line.written |= {i for i, (a, b) in enumerate(zip(versions, after, strict=True)) if a != b}
-        line.written |= self._uncounted(line.written, work.leaves, kept)
-        line.state |= self._maker.changed(state, versions_before)
-        line.state |= self._uncounted(line.state, state, kept_state)
-        if (
-            subject.arguments.changed(work, work.tokens)
-            or self._places(work.leaves + work.statics) != places[0]
-            or subject.hidden(work)
-        ):
-            self._give_up(
-                line,
-                "the function changes a container or an object that it is given (another item, "
-                "another attribute, other memory of a tensor), and a replay runs no Python",
-            )
-            return result
-        changed = subject.changed_state(work)
-        if not changed and self._places(state) != places[1]:
-            changed = "the memory of a tensor"
-        if not changed:
-            changed = seeded(subject.code.named)
-            changed += subject.seeded() if changed else ""
-        changed = changed or drawn(False)
-        self._stateful = self._stateful + 1 if changed else 0
-        if changed:
-            if self._stateful > 1:
-                why = f"the function changes Python state that it uses itself ({changed}), and "
-                why = subject.at(why + "a replay runs no Python")
-                self._engine.broken = Reason.NOT_GRAPHABLE, why
-            return result
-        tree = self._maker.taken_apart(result, work)
-        wrong = tree if isinstance(tree, str) else self._maker.lost(tree, work)
-        if isinstance(tree, str) or wrong:
-            if self._maker.reads_back(result, work):
-                line.warmed = True
-            else:
-                self._give_up(line, wrong)
-            return result
-        self._maker.note_shapes(line, tree, work)
-        line.warmed = True
-        if not work.sizes:
-            with suppress(OutOfMemoryError):  # the capture makes it then
-                self._maker.mover()  # now, since memory is measured around a capture
-        return result
-
     def _places(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(self._library.address, arrays)]
 
@@ -858,41 +702,10 @@ class Graphed(Guarded, Closeable):
             if index not in counted and self._library.difference(arrays[index], other, None)
         }
 
-    def _overlaps(self, line: Line, work: ReadCall) -> bool:
-        """True if a copied argument shares memory with an array that the function writes: the copy
-        would not show the write."""
-        memory = self._library.storage
-        copied = [*map(memory, work.leaves)]
-        if not copied:
-            return False
-        state = work.state
-        # If an argument is written, any other array that the function reads may be in its memory.
-        others = state if line.written else [state[i] for i in line.state if i < len(state)]
-        pairs = itertools.combinations(copied, 2) if line.written else ()
-        more = itertools.product(copied, map(memory, others))
-        return any(itertools.starmap(MemoryRange.overlaps, itertools.chain(pairs, more)))
-
     def _is_out_of_memory(self, error: Exception) -> bool:
         return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, causes(error)))
 
     # --- graphs
-    def _capture(self, line: Line, work: ReadCall) -> GraphExec:
-        """Captures a key.  Raises NotGraphable, and the errors of the library below."""
-        kept = self._subject.keep(work)
-        try:
-            graph, captured = self._maker.make(line, work, kept)
-            made = graph.instantiate(upload=self._subject.turns.take())
-        except BaseException as error:
-            self._take_back(kept, work, error)
-            raise
-        assert line.entry is not None and line.counts is not None
-        again = line.entry.captures or line.entry.installed
-        why = line.unbound or ("the graph was evicted" if again else "the second call of a key")
-        line.counts.capture_reasons[why] += 1
-        line.unbound = ""
-        self._attach(captured, line)
-        return made
-
     def _take_back(self, kept: HostSnapshot, work: ReadCall, error: BaseException) -> None:
         """Puts back the Python state that a run before an error has changed, since the call runs
         eagerly next.  Raises NotGraphable if some cannot be put back."""
@@ -906,40 +719,10 @@ class Graphed(Guarded, Closeable):
                 )
             ) from error
 
-    def _fit(self, line: Line, work: ReadCall) -> bool:
-        """True if the graph of a key can be replayed for a call; binds it anew if it must be."""
-        captured = line.captured()
-        assert line.entry is not None and line.entry.graph is not None
-        if captured is None:
-            return False
-        if not all(each.fits for each in captured.attached):
-            line.unbound = "a gradient is another one than it was at the capture"
-            return False
-        if captured.epoch == work.epoch and self._subject.pointers(work) == captured.pointers:
-            return True
-        if captured.chain is not None:
-            line.unbound = "memory that it uses has moved"
-            return False
-        line.unbound = self._maker.rebind(line, captured, work)
-        line.entry.graph.checked.clear()
-        return not line.unbound
-
     def _attach(self, captured: Captured, line: Line) -> None:
         """Makes a captured or restored graph the graph of a key."""
         captured.give = self._giver(captured)
         line.captured = weakref.ref(captured)
-
-    def _learn(self, line: Line, captured: Captured, work: ReadCall) -> Any:
-        """Runs a call eagerly, and learns which axes of its result are dynamic; returns its
-        result."""
-        result = self._function(*work.args, **work.kwargs)
-        try:
-            tree = self._subject.arguments.tree(result, work)
-            self._maker.note_shapes(line, tree, work)
-            self._maker.relate(line, captured.tree, work)
-        except (Unknown, NotGraphable) as error:
-            self._give_up(line, str(error))
-        return result
 
     def save(self, *, check: bool = True) -> dict[str, str]:
         """Writes the graphs that are kept now to the store; returns why some were not written, by
@@ -1063,10 +846,6 @@ class _Before:
             self._library.restore_random(self._random)
 
 
-class _NoCopies(Exception):
-    """An error: the device has no memory for copies of a call's arguments."""
-
-
 class _Work(Work):
     """A call of a function."""
 
@@ -1115,7 +894,7 @@ class _Work(Work):
             why = door._refusal(given)
             if why:
                 return Reason.NOT_GRAPHABLE, door._give_up(line, why)
-        if (line.written or line.state) and door._overlaps(line, given):
+        if (line.written or line.state) and self.overlaps():
             return Reason.OVERLAP, ""
         if there and given.sizes and not _fits(line, given):
             self._learns = line.captured()
@@ -1135,17 +914,111 @@ class _Work(Work):
         captured = self.call.captured() if self._built else None
         if captured is not None:
             captured.detach()
-        if self._learns is not None:
-            self.result = self.door._learn(self.call, self._learns, self.given)
+        if self._learns is None:
+            return
+        # The run also shows which axes of its result are dynamic.
+        door, line, given, maker = self.door, self.call, self.given, self.door._maker
+        self.result = door._function(*given.args, **given.kwargs)
+        try:
+            tree = door._subject.arguments.tree(self.result, given)
+            maker.note_shapes(line, tree, given)
+            maker.relate(line, self._learns.tree, given)
+        except (Unknown, NotGraphable) as error:
+            door._give_up(line, str(error))
+
+    def overlaps(self) -> bool:
+        """True if a copied argument shares memory with an array that the function writes: the copy
+        would not show the write."""
+        line, memory, state = self.call, self.door._library.storage, self.given.state
+        copied = [*map(memory, self.given.leaves)]
+        if not copied:
+            return False
+        # If an argument is written, any other array that the function reads may be in its memory.
+        others = state if line.written else [state[i] for i in line.state if i < len(state)]
+        pairs = itertools.combinations(copied, 2) if line.written else ()
+        more = itertools.product(copied, map(memory, others))
+        return any(itertools.starmap(MemoryRange.overlaps, itertools.chain(pairs, more)))
 
     def warm(self) -> None:
+        """Runs the first call of a key eagerly, on a stream beside the caller's, and learns what it
+        writes.  Nothing runs if there is no memory for copies of the arguments."""
         self.ran = True
+        door, line, given = self.door, self.call, self.given
+        subject, library, options, maker = door._subject, door._library, door._options, door._maker
+        state = given.state
+        places = door._places(given.leaves + given.statics), door._places(state)
+        versions = [*map(library.version, given.leaves)]
+        versions_before = [*map(library.version, state)]
+        # Writes must be known: a check puts back what is written, and files hold all else as
+        # constants.
+        asked = options.verify != "off" or door._saving is not None
         try:
-            self.result = self.door._warm_up(self.call, self.given)
-        except _NoCopies as error:
-            assert self.call.entry is not None
-            self.door._engine.without_memory(self, self.call.entry, str(error))
+            kept = door._kept(given.leaves)
+            kept_state = door._kept(state) if asked else {}
+        except Exception as error:
+            if not door._is_out_of_memory(error):
+                raise
+            assert line.entry is not None
+            door._engine.without_memory(self, line.entry, str(error))
             self._why = Reason.NO_MEMORY.value
+            return
+        subject.turns.take()
+        seeded, drawn = library.seeding(), subject.drawing()
+        run = partial(door._function, *given.args, **given.kwargs)
+        result = self.result = library.run_beside(run)
+        if library.wants_gradient(result):
+            why = door._give_up(
+                line,
+                "the call needs gradients, which a replay does not give; call it inside "
+                "torch.no_grad() or torch.inference_mode()",
+            )
+            if options.gradients == "refuse":
+                line.refused = why
+                raise InputError(f'{why}, or ask for gradients="eager"')
+            return
+        after = [*map(library.version, given.leaves)]
+        line.written |= {i for i, (a, b) in enumerate(zip(versions, after, strict=True)) if a != b}
+        line.written |= door._uncounted(line.written, given.leaves, kept)
+        line.state |= maker.changed(state, versions_before)
+        line.state |= door._uncounted(line.state, state, kept_state)
+        if (
+            subject.arguments.changed(given, given.tokens)
+            or door._places(given.leaves + given.statics) != places[0]
+            or subject.hidden(given)
+        ):
+            door._give_up(
+                line,
+                "the function changes a container or an object that it is given (another item, "
+                "another attribute, other memory of a tensor), and a replay runs no Python",
+            )
+            return
+        changed = subject.changed_state(given)
+        if not changed and door._places(state) != places[1]:
+            changed = "the memory of a tensor"
+        if not changed:
+            changed = seeded(subject.code.named)
+            changed += subject.seeded() if changed else ""
+        changed = changed or drawn(False)
+        door._stateful = door._stateful + 1 if changed else 0
+        if changed:
+            if door._stateful > 1:
+                why = f"the function changes Python state that it uses itself ({changed}), and "
+                why = subject.at(why + "a replay runs no Python")
+                door._engine.broken = Reason.NOT_GRAPHABLE, why
+            return
+        tree = maker.taken_apart(result, given)
+        wrong = tree if isinstance(tree, str) else maker.lost(tree, given)
+        if isinstance(tree, str) or wrong:
+            if maker.reads_back(result, given):
+                line.warmed = True
+            else:
+                door._give_up(line, wrong)
+            return
+        maker.note_shapes(line, tree, given)
+        line.warmed = True
+        if not given.sizes:
+            with suppress(OutOfMemoryError):  # the capture makes it then
+                maker.mover()  # now, since memory is measured around a capture
 
     def warm_ups(self, counts: Counts) -> int:
         return int(self.call.warmed)
@@ -1161,11 +1034,71 @@ class _Work(Work):
     # --- graphs
     def build(self) -> GraphExec:
         self.ran = True
-        if self.call.parent is not None:
-            return self.door._build_chain(self)
-        made = self.door._capture(self.call, self.given)
+        door, line, given, subject = self.door, self.call, self.given, self.door._subject
+        if line.parent is not None:
+            return self._build_chain(line.parent)
+        kept = subject.keep(given)
+        try:
+            graph, captured = door._maker.make(line, given, kept)
+            made = graph.instantiate(upload=subject.turns.take())
+        except BaseException as error:
+            door._take_back(kept, given, error)
+            raise
+        assert line.entry is not None
+        again = line.entry.captures or line.entry.installed
+        self._note_capture(
+            captured, "the graph was evicted" if again else "the second call of a key"
+        )
         self._built = True
         return made
+
+    def _build_chain(self, parent: Line) -> GraphExec:
+        """Runs the call for real, as the chain of its line.  Raises Raised, NotGraphable."""
+        door, line, given, maker = self.door, self.call, self.given, self.door._maker
+        kept = door._subject.keep(given)
+        random = door._library.save_random()
+        try:
+            run = maker.run_chain(given, kept, random)
+        except Raised:
+            raise
+        except BaseException as error:
+            door._library.restore_random(random)
+            door._take_back(kept, given, error)
+            raise
+        self.done = True
+        try:
+            executable, captured = maker.chained(line, given, run)
+        except BaseException as error:
+            line.unbound = str(error)
+            self.result = maker.whole(run, given)
+            raise
+        assert captured.chain is not None
+        self._note_capture(captured, "the call waits for the device")
+        line.words = f"{parent.words}: {captured.chain.words}"
+        self.compare(captured)
+        self.fresh = run.fresh
+        self.result = door._results(self, captured, ())
+        return executable
+
+    def _note_capture(self, captured: Captured, why: str) -> None:
+        """Makes what was captured the graph of the key.  `why`: the reason of the capture, unless
+        the last graph could not be bound."""
+        line = self.call
+        assert line.counts is not None
+        line.counts.capture_reasons[line.unbound or why] += 1
+        line.unbound = ""
+        self.door._attach(captured, line)
+
+    def compare(self, captured: Captured) -> None:
+        """Finds, after the first replay of a graph, the arguments that it writes without a counted
+        write, and copies these back."""
+        door, line, leaves = self.door, self.call, self.given.leaves
+        captured.compared = True
+        found = door._uncounted(line.written, leaves, dict(enumerate(captured.inputs)))
+        for index in found:
+            door._library.copy(leaves[index], captured.inputs[index])
+        line.written |= found
+        captured.written = tuple(sorted({*captured.written, *found}))
 
     def failed(self, error: Exception) -> tuple[Reason, str] | None:
         door = self.door
@@ -1191,7 +1124,21 @@ class _Work(Work):
         return None
 
     def fits(self) -> bool:
-        return self.door._fit(self.call, self.given)
+        door, line, given, captured = self.door, self.call, self.given, self.call.captured()
+        assert line.entry is not None and line.entry.graph is not None
+        if captured is None:
+            return False
+        if not all(each.fits for each in captured.attached):
+            line.unbound = "a gradient is another one than it was at the capture"
+            return False
+        if captured.epoch == given.epoch and door._subject.pointers(given) == captured.pointers:
+            return True
+        if captured.chain is not None:
+            line.unbound = "memory that it uses has moved"
+            return False
+        line.unbound = door._maker.rebind(line, captured, given)
+        line.entry.graph.checked.clear()
+        return not line.unbound
 
     def trim(self, *, short: bool) -> None:
         self.door._library.trim(short=short)
@@ -1219,7 +1166,7 @@ class _Work(Work):
         assert captured is not None
         moves = captured.moves
         if given.sizes:
-            door._stage(captured, given, poisoned)
+            self._stage(captured, poisoned)
         elif moves is None:
             captured.stage(given.leaves)
         if captured.chain is not None:
@@ -1231,6 +1178,21 @@ class _Work(Work):
         made = self.made = [*itertools.starmap(library.new, captured.recipes)]
         address = library.address
         return moves.change(moves.packed(*map(address, leaves), *map(address, made)))
+
+    def _stage(self, captured: Captured, poisoned: bool) -> None:
+        """Copies the arrays into the inputs, of which some are longer than the arrays."""
+        library, given = self.door._library, self.given
+        for into, leaf, dynamic in zip(captured.inputs, given.leaves, given.axes, strict=True):
+            if dynamic is None:
+                library.copy(into, leaf)
+                continue
+            axis, size = dynamic.axis, dynamic.size
+            front = library.narrow(into, axis, size)
+            library.copy(front, leaf)
+            if dynamic.fill is not None:
+                library.fill(library.rest(into, axis, size), dynamic.fill)
+            elif poisoned:
+                library.poison(library.rest(into, axis, size), front, axis)
 
     def _run_chain(self, chain: Chain) -> None:
         """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
@@ -1268,7 +1230,7 @@ class _Work(Work):
         def replay(turn: int) -> Any:
             launch(self.bind(poisoned=turn == 2))
             assert self.captured is not None and self.made is not None
-            return door._results(line, self.captured, self.given, self.made, self.fresh)
+            return door._results(self, self.captured, self.made)
 
         def eager() -> Any:
             self.result = door._function(*self.given.args, **self.given.kwargs)
