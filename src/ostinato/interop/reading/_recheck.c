@@ -167,30 +167,18 @@ read_word(const Reader *reader, PyObject *array, size_t *word)
     return !failed;
 }
 
+/* For ITEMS and KINDS. */
 static int
 same_items(const Check *check, PyObject *dict)
 {
     PyObject *key, *value;
     Py_ssize_t place = 0;
+    int kinds = check->operation == KINDS;
     if (!PyDict_Check(dict) || PyDict_Size(dict) != check->count)
         return 0;
     for (Py_ssize_t i = 0; i < check->count; i++)
         if (!PyDict_Next(dict, &place, &key, &value) || key != check->key[i] ||
-            value != check->value[i])
-            return 0;
-    return 1;
-}
-
-static int
-same_kinds(const Check *check, PyObject *dict)
-{
-    PyObject *key, *value;
-    Py_ssize_t place = 0;
-    if (!is_dict(dict) || PyDict_Size(dict) != check->count)
-        return 0;
-    for (Py_ssize_t i = 0; i < check->count; i++)
-        if (!PyDict_Next(dict, &place, &key, &value) || key != check->key[i] ||
-            (PyObject *)Py_TYPE(value) != check->value[i])
+            (kinds ? (PyObject *)Py_TYPE(value) : value) != check->value[i])
             return 0;
     return 1;
 }
@@ -325,9 +313,8 @@ holds(Check *check, PyObject **slots)
         Py_XDECREF(found);
         return found == NULL ? -1 : same;
     case ITEMS:
-        return holds_of_dict(check, subject, same_items);
     case KINDS:
-        return holds_of_dict(check, subject, same_kinds);
+        return holds_of_dict(check, subject, same_items);
     case LOOKUP:
         return holds_of_dict(check, subject, some_items);
     case SEQUENCE:
@@ -352,8 +339,7 @@ holds(Check *check, PyObject **slots)
         if (check->address != NULL)
             return same_addresses(check);
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
-            same = gives(PyObject_CallFunctionObjArgs(subject, keys[i], NULL),
-                         values[i]);
+            same = gives(PyObject_CallFunctionObjArgs(subject, keys[i], NULL), values[i]);
         return same;
     case UNPACK:
         return unpack(check, subject, slots);
@@ -381,34 +367,24 @@ take_named(Recheck *self, PyObject *kwargs, PyObject **slots)
     return 1;
 }
 
-/* True if no object is a leaf twice. */
-static int
-are_distinct(Recheck *self, PyObject **slots)
-{
-    PyObject *found[MOST_SLOTS];
-    Py_ssize_t count = 0;
-    for (Py_ssize_t i = 0; i < self->count; i++) {
-        if (self->checks[i].operation != LEAF)
-            continue;
-        PyObject *leaf = slots[self->checks[i].slot];
-        for (Py_ssize_t j = 0; j < count; j++)
-            if (found[j] == leaf)
-                return 0;
-        if (count < MOST_SLOTS)
-            found[count++] = leaf;
-    }
-    return 1;
-}
-
+/* Returns a list of the leaves; None if an object is one twice. */
 static PyObject *
 leaves_of(Recheck *self, PyObject **slots)
 {
     PyObject *leaves = PyList_New(self->leaves);
     if (leaves == NULL)
         return NULL;
-    for (Py_ssize_t i = 0, at = 0; i < self->count; i++)
-        if (self->checks[i].operation == LEAF)
-            PyList_SetItem(leaves, at++, Py_NewRef(slots[self->checks[i].slot]));
+    for (Py_ssize_t i = 0, at = 0; i < self->count; i++) {
+        if (self->checks[i].operation != LEAF)
+            continue;
+        PyObject *leaf = slots[self->checks[i].slot];
+        for (Py_ssize_t j = 0; j < at; j++)
+            if (PyList_GetItem(leaves, j) == leaf) {
+                Py_DECREF(leaves);
+                Py_RETURN_NONE;
+            }
+        PyList_SetItem(leaves, at++, Py_NewRef(leaf));
+    }
     return leaves;
 }
 
@@ -422,7 +398,7 @@ are_arguments(PyObject *const *args, Py_ssize_t count)
     return 0;
 }
 
-/* Returns a list of the call's arrays if all checks hold, else None. */
+/* Returns a list of the call's arrays if all checks hold and no array is given twice, else None. */
 static PyObject *
 matched(Recheck *self, PyObject *args, PyObject *kwargs)
 {
@@ -435,8 +411,6 @@ matched(Recheck *self, PyObject *args, PyObject *kwargs)
     int same = take_named(self, kwargs, slots);
     for (Py_ssize_t i = 0; same == 1 && i < self->count; i++)
         same = holds(self->checks + i, slots);
-    if (same == 1)
-        same = are_distinct(self, slots);
     PyObject *result = same == 1 ? leaves_of(self, slots) : NULL;
     if (same < 0 && PyErr_ExceptionMatches(PyExc_Exception)) {
         PyErr_Clear(); /* a failed read counts as a difference; KeyboardInterrupt propagates */
@@ -483,14 +457,14 @@ recheck_clear(PyObject *op)
     return 0;
 }
 
+/* Frees an object of any type here. */
 static void
-recheck_dealloc(PyObject *op)
+dealloc(PyObject *op)
 {
     PyTypeObject *type = Py_TYPE(op);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyObject_GC_UnTrack(op);
-    recheck_clear(op);
-    release(op);
+    ((inquiry)PyType_GetSlot(type, Py_tp_clear))(op);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
     Py_DECREF(type);
 }
 
@@ -730,7 +704,7 @@ static PyType_Slot recheck_slots[] = {
                 "Checks whether a call is like the one that they were made of.  A check: "
                 "(operation, slot, object, keys, values, count, next slot)."},
     {Py_tp_new, recheck_new},
-    {Py_tp_dealloc, recheck_dealloc},
+    {Py_tp_dealloc, dealloc},
     {Py_tp_traverse, recheck_traverse},
     {Py_tp_clear, recheck_clear},
     {Py_tp_methods, recheck_methods},
@@ -1013,56 +987,35 @@ way_clear(PyObject *op)
     return 0;
 }
 
-static void
-way_dealloc(PyObject *op)
-{
-    PyTypeObject *type = Py_TYPE(op);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    PyObject_GC_UnTrack(op);
-    way_clear(op);
-    release(op);
-    Py_DECREF(type);
-}
-
 static PyObject *
 way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *words[] = {"recheck",    "acquire", "release",  "captured", "turns",
-                            "stream",     "maker",   "address",  "reader",   "node",
-                            "replay",     "name",    "missed",   "timed",    "written", NULL};
+    if (PyTuple_Size(args) != WAY_ARGUMENTS || (kwargs != NULL && PyDict_Size(kwargs) != 0)) {
+        PyErr_Format(PyExc_TypeError, "Way takes %d positional arguments", WAY_ARGUMENTS);
+        return NULL;
+    }
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     Way *self = (Way *)alloc(type, 0);
     if (self == NULL)
         return NULL;
-    PyObject *found[WAY_ARGUMENTS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOOOOOOOOO:Way", words, &found[0],
-                                     &found[1], &found[2], &found[3], &found[4], &found[5],
-                                     &found[6], &found[7], &found[8], &found[9], &found[10],
-                                     &found[11], &found[12], &found[13], &found[14])) {
-        Py_DECREF(self);
-        return NULL;
-    }
     for (int i = 0; i < WAY_ARGUMENTS; i++)
-        way_objects(self)[i] = Py_NewRef(found[i]);
+        way_objects(self)[i] = Py_NewRef(PyTuple_GetItem(args, i));
     self->last_word = PyUnicode_InternFromString("last");
     self->recipes_word = PyUnicode_InternFromString("recipes");
     self->give_word = PyUnicode_InternFromString("give");
     self->set_word = PyUnicode_InternFromString("set");
     self->zero = PyLong_FromLong(0);
-    if (!self->last_word || !self->recipes_word || !self->give_word || !self->set_word ||
-        !self->zero) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    if (self->reader != Py_None && !take_reader(self->reader, &self->read)) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    if (PyType_GetSlot(Py_TYPE(self->recheck), Py_tp_traverse) != (void *)recheck_traverse) {
+    int failed = !self->last_word || !self->recipes_word || !self->give_word || !self->set_word ||
+                 !self->zero;
+    if (!failed && self->reader != Py_None)
+        failed = !take_reader(self->reader, &self->read);
+    if (!failed &&
+        PyType_GetSlot(Py_TYPE(self->recheck), Py_tp_traverse) != (void *)recheck_traverse) {
         PyErr_SetString(PyExc_TypeError, "the first argument is no Recheck");
-        Py_DECREF(self);
-        return NULL;
+        failed = 1;
     }
+    if (failed)
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -1084,7 +1037,7 @@ static PyType_Slot way_slots[] = {
                 "reader, node, replay, name, missed, timed, written)\n--\n\n"
                 "A whole call by the short way; see ostinato.interop.reading.recheck."},
     {Py_tp_new, way_new},
-    {Py_tp_dealloc, way_dealloc},
+    {Py_tp_dealloc, dealloc},
     {Py_tp_traverse, way_traverse},
     {Py_tp_clear, way_clear},
     {Py_tp_call, way_change},

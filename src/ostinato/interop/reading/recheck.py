@@ -80,9 +80,11 @@ class Checks:
         held: object = None,
         keys: Sequence[Any] = (),
         values: Sequence[Any] = (),
-        count: int = 0,
         following: int = 0,
+        count: int | None = None,
     ) -> None:
+        """`slot`: of the subject; -1 if it is `held`.  `count`: of keys or values if None."""
+        count = len(keys or values) if count is None else count
         code = getattr(_extension, operation)
         self._made.append((code, slot, held, tuple(keys), tuple(values), count, following))
 
@@ -92,13 +94,13 @@ class Checks:
 
     def types(self, objects: Sequence[Any], kinds: Sequence[type]) -> None:
         """Checks that objects have these types."""
-        self._add("TYPES", -1, None, objects, kinds, len(objects))
+        self._add("TYPES", -1, None, objects, kinds)
 
     def attributes(self, held: object, found: Mapping[str, Any]) -> None:
         """Checks that attributes of an object are the same objects as in `found`."""
         if not found:
             return
-        self._add("ATTRIBUTES", -1, held, [*found], [*found.values()], len(found))
+        self._add("ATTRIBUTES", -1, held, [*found], [*found.values()])
 
     def inside(self, value: object, found: Mapping[str, Any]) -> None:
         """Checks that an object has the same `__dict__`, of the same size, with these items."""
@@ -112,7 +114,7 @@ class Checks:
         """Checks that a dict has these values under its present keys, and no others."""
         if isinstance(held, OrderedDict) or dict.__len__(held) != len(values):
             raise Inexpressible  # an OrderedDict keeps its order outside of the dict
-        self._add("ITEMS", -1, held, [*dict.keys(held)], values, len(values))
+        self._add("ITEMS", -1, held, [*dict.keys(held)], values)
 
     def some_items(self, held: dict[str, Any], found: Mapping[str, Any]) -> None:
         """Checks that a dict has these values, among others."""
@@ -124,10 +126,10 @@ class Checks:
 
     def kinds(self, held: dict[Any, Any]) -> None:
         """Checks that a dict has its present keys, and values of their types."""
-        self._add("KINDS", -1, held, [*held], [*map(type, held.values())], len(held))
+        self._add("KINDS", -1, held, [*held], [*map(type, held.values())])
 
     def sequence(self, held: list[Any], values: Sequence[Any]) -> None:
-        self._add("SEQUENCE", -1, held, values=values, count=len(values))
+        self._add("SEQUENCE", -1, held, values=values)
 
     def size(self, held: dict[Any, Any], count: int) -> None:
         if self._sizes.setdefault(id(held), (held, count))[1] != count:
@@ -136,7 +138,7 @@ class Checks:
     def calls(self, functions: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
         """Checks that functions return what they return now; returns that."""
         values = tuple([function() for function in functions])
-        self._add("CALLS", -1, None, functions, values, len(values))
+        self._add("CALLS", -1, None, functions, values)
         return values
 
     def each(self, function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
@@ -161,14 +163,14 @@ class Checks:
         and of its optimiser) is checked once."""
         found = {id(array): (array, value) for array, value in zip(arrays, values, strict=True)}
         keys, each = [array for array, _ in found.values()], [value for _, value in found.values()]
-        self._add(operation, -1, held, keys, each, len(keys))
+        self._add(operation, -1, held, keys, each)
 
     def array(self, array: Any, slot: int = -1) -> None:
         """Checks that an array has the type and the signature that it has now."""
         reads, held = self._array_reads, array if slot < 0 else None
         values = [getattr(array, r) if isinstance(r, str) else r(array) for r in reads]
         self._add("TYPE", slot, held, values=(type(array),))
-        self._add("READS", slot, held, reads, values, len(values))
+        self._add("READS", slot, held, reads, values)
 
     # --- the arguments
     def arguments(self, names: Sequence[str], args: Sequence[Any], options: GraphedOptions) -> None:
@@ -186,7 +188,7 @@ class Checks:
                 self._add("EQUAL", slot, values=(value,))
             elif type(value) in (float, complex, slice, tuple, range):
                 self._add("TYPE", slot, values=(type(value),))
-                self._add("READS", slot, None, (plain_token,), (plain_token(value),), 1)
+                self._add("READS", slot, None, (plain_token,), (plain_token(value),))
             else:
                 self._add("IS", slot, values=(value,))
             return
@@ -201,9 +203,9 @@ class Checks:
         if self._slots > _extension.MOST_SLOTS:
             raise Inexpressible
         if type(value) is dict:
-            self._add("UNPACK_DICT", slot, None, [*value], (), len(children), first)
+            self._add("UNPACK_DICT", slot, None, [*value], following=first)
         else:
-            self._add("UNPACK", slot, None, (), (type(value),), len(children), first)
+            self._add("UNPACK", slot, None, (), (type(value),), first, len(value))
         for place, child in enumerate(children):
             self._argument(first + place, child)
 
@@ -247,16 +249,16 @@ class Checks:
 
     def reads(self, held: object, function: Callable[[Any], Any]) -> None:
         """Checks that a function returns for an object what it returns now."""
-        self._add("READS", -1, held, (function,), (function(held),), 1)
+        self._add("READS", -1, held, (function,), (function(held),))
 
     def made(self, positional: int, names: Sequence[str]) -> Any:
         sizes = dict(self._sizes)
         for key, (held, found) in self._items.items():
             _, size = sizes.pop(key, (held, -1))
-            self._add("LOOKUP", -1, held, [*found], [*found.values()], len(found), size)
+            self._add("LOOKUP", -1, held, [*found], [*found.values()], size)
         for size in {size for _, size in sizes.values()}:
             alike = [held for held, count in sizes.values() if count == size]
-            self._add("SIZE", -1, None, alike, (), len(alike), size)
+            self._add("SIZE", -1, None, alike, following=size)
         return _extension.Recheck(positional, tuple(names), self._slots, tuple(self._made))
 
 
