@@ -73,16 +73,7 @@ from ostinato.interop.reading.slots import Maker, Raised
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
-from ostinato.lowlevel import (
-    Change,
-    Closeable,
-    Counts,
-    Engine,
-    Work,
-    causes,
-    check_runs,
-    new_lock,
-)
+from ostinato.lowlevel import Change, Closeable, Counts, Engine, Work, causes, check_runs, new_lock
 from ostinato.step import Action, CheckReport, Decision, Reason
 
 _MOST_LINES = 4096

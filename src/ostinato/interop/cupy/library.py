@@ -13,14 +13,7 @@ from typing import Any, Literal
 import cupy
 import numpy as np
 
-from ostinato import (
-    Device,
-    Graph,
-    GraphCache,
-    MemoryRange,
-    Node,
-    Stream,
-)
+from ostinato import Device, Graph, GraphCache, MemoryRange, Node, Stream
 from ostinato.errors import InputError, Status
 from ostinato.interop.captures import captured, explained, no_collection
 from ostinato.interop.cupy.adopting import external_stream

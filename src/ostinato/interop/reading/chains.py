@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ostinato import Graph, GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
@@ -74,19 +74,6 @@ class ChainLink:
     executable: GraphExec | None
     """The graph's executable; None if nothing was submitted before the wait."""
     wait: Wait
-
-
-class ChainParts(Protocol):
-    """The receiver of the parts of a chain that a library builds."""
-
-    def submitted(self, graph: Graph, stream: Stream) -> None:
-        """Launches a graph that was captured on a stream."""
-
-    def waited(self, wait: Wait) -> None:
-        """Notes an operation that has just waited."""
-
-    def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
-        """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +135,8 @@ class Chain:
     @property
     def words(self) -> str:
         """The number of graphs, and the lines that wait, for tables."""
-        lines = dict.fromkeys([position(link.wait.line) for link in self.links if link.wait.line])
+        found = [link.wait.line.partition(": ")[0] for link in self.links]  # without the source
+        lines = dict.fromkeys(filter(None, found))
         graphs = 1 + sum(link.executable is not None for link in self.links)
         waits = f", waits at {', '.join(lines)}" if lines else ""
         return f"{graphs} graph{'s' * (graphs > 1)}{waits}"
@@ -157,13 +145,8 @@ class Chain:
 _RETURNED = "returned", "and not compared"
 
 
-def position(line: str) -> str:
-    """Returns the file and the number of a line, without its source."""
-    return line.partition(": ")[0]
-
-
 class ChainBuilder:
-    """The graphs and waits of a chain that is being built (`ChainParts`).
+    """The graphs and waits of a chain, as a library builds it.
 
     `caller`: the code that calls the function."""
 
@@ -175,18 +158,21 @@ class ChainBuilder:
         """The executable of the graph after the last wait."""
 
     def submitted(self, graph: Graph, stream: Stream) -> None:
+        """Launches a graph that was captured on a stream."""
         if self.last is not None:
             # A part was ended without a wait, to bound the memory that it holds.
-            self.links.append(ChainLink(self.last, Wait("", (), _nothing)))
+            self.links.append(ChainLink(self.last, Wait("", (), tuple)))
         self.last = graph.instantiate(upload=stream)
         self.graphs.append(graph)
         self.last.launch(stream)
 
     def waited(self, wait: Wait) -> None:
+        """Notes an operation that has just waited."""
         self.links.append(ChainLink(self.last, wait))
         self.last = None
 
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
+        """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
         return ResultPlace.of(frame, self._function, self._caller, given)
 
 
@@ -212,14 +198,8 @@ def told(found: list[str]) -> Iterator[None]:
     """Notes the lines on which this thread prints or logs in the block, which no replay would.
 
     One thread at a time is in such a block."""
-    with _telling:
-        yield from _told(found)
-
-
-def _told(found: list[str]) -> Iterator[None]:
     thread = threading.get_ident()
     kind: Any = logging.Logger
-    handle, out, err = kind.callHandlers, sys.stdout, sys.stderr
 
     def note() -> None:
         if threading.get_ident() == thread:
@@ -232,21 +212,19 @@ def _told(found: list[str]) -> Iterator[None]:
         note()
         handle(logger, record)
 
-    kind.callHandlers = noted
-    sys.stdout, sys.stderr = _Noting(out, note), _Noting(err, note)
-    streams = sys.stdout, sys.stderr
-    try:
-        yield
-    finally:
-        kind.callHandlers = handle
-        if sys.stdout is streams[0]:  # else the function has replaced it
-            sys.stdout = out
-        if sys.stderr is streams[1]:
-            sys.stderr = err
-
-
-def _nothing() -> Hashable:
-    return ()
+    with _telling:
+        handle, out, err = kind.callHandlers, sys.stdout, sys.stderr
+        streams = _Noting(out, note), _Noting(err, note)
+        kind.callHandlers = noted
+        sys.stdout, sys.stderr = streams
+        try:
+            yield
+        finally:
+            kind.callHandlers = handle
+            if sys.stdout is streams[0]:  # else the function has replaced it
+                sys.stdout = out
+            if sys.stderr is streams[1]:
+                sys.stderr = err
 
 
 def seen(value: object) -> Hashable:

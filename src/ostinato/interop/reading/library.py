@@ -6,17 +6,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from ostinato import (
-    Device,
-    Graph,
-    GraphCache,
-    MemoryRange,
-    PowersOfTwo,
-    Stream,
-    open_device,
-)
+from ostinato import Device, Graph, GraphCache, MemoryRange, PowersOfTwo, Stream, open_device
 from ostinato.errors import InputError
-from ostinato.interop.reading.chains import ChainParts
+from ostinato.interop.reading.chains import ChainBuilder
 from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
@@ -46,7 +38,7 @@ class NoMemory(NotGraphable):
 
 
 RunChain: TypeAlias = Callable[
-    [Callable[[Stream], Any], ChainParts], tuple[Any, NotGraphable | None]
+    [Callable[[Stream], Any], ChainBuilder], tuple[Any, NotGraphable | None]
 ]
 
 

@@ -16,16 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ostinato import (
-    Device,
-    GraphExec,
-    LaunchConfig,
-    Node,
-    Source,
-    Stream,
-    host_kernel,
-    launch,
-)
+from ostinato import Device, GraphExec, LaunchConfig, Node, Source, Stream, host_kernel, launch
 from ostinato.errors import OstinatoError, OutOfMemoryError
 from ostinato.lowlevel import FILL, fill_kernel
 

@@ -22,13 +22,7 @@ from ostinato import MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop.reading.chains import Chain, Diverged
 from ostinato.interop.reading.function import Subject
-from ostinato.interop.reading.guards import (
-    Reading,
-    Trail,
-    content_of,
-    contents_of,
-    size_of,
-)
+from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import GraphedOptions, Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
 from ostinato.interop.reading.places import ReadPlace

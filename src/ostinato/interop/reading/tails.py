@@ -82,12 +82,10 @@ _POPPED = {
     **dict.fromkeys(("UNARY_INVERT", "UNARY_POSITIVE", "GET_ITER", "UNPACK_SEQUENCE"), 1),
     **dict.fromkeys(("LIST_TO_TUPLE", "CALL_INTRINSIC_1"), 1),
     **dict.fromkeys(("BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP", "IS_OP", "CONTAINS_OP"), 2),
-    **dict.fromkeys(("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"), 2),
+    **dict.fromkeys(("STORE_GLOBAL", "STORE_DEREF", "POP_TOP"), 1),
     **dict.fromkeys(("BINARY_SLICE", "STORE_SUBSCR"), 3),
+    "STORE_ATTR": 2,
     "STORE_SLICE": 4,
-    "STORE_GLOBAL": 1,
-    "STORE_DEREF": 1,
-    "POP_TOP": 1,
 }
 """The number of elements that an instruction takes from the stack."""
 _ADDING = ("DICT_MERGE", "DICT_UPDATE", "LIST_APPEND", "LIST_EXTEND", "SET_ADD", "SET_UPDATE")

@@ -10,12 +10,7 @@ print(step.explain())
 
 from __future__ import annotations
 
-from ostinato.interop.torch.adopting import (
-    adopt_graph,
-    as_tensor,
-    external_stream,
-    use_stream,
-)
+from ostinato.interop.torch.adopting import adopt_graph, as_tensor, external_stream, use_stream
 from ostinato.interop.torch.graphing import GraphedModule, graphed
 
 __all__ = [

@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 
-from ostinato import (
-    Device,
-    Graph,
-    MemoryRange,
-    Node,
-    NodeKind,
-    Stream,
-)
+from ostinato import Device, Graph, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import Status
 from ostinato.interop import captures
 from ostinato.interop.captures import captured, disturbed, no_collection

@@ -266,18 +266,8 @@ class _Forward(Current):
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _RETURNING_SELF = frozenset(
     [
-        "to",
-        "cuda",
-        "cpu",
-        "half",
-        "float",
-        "double",
-        "bfloat16",
-        "type",
-        "train",
-        "eval",
-        "requires_grad_",
-        "apply",
+        *("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"),
+        *("train", "eval", "requires_grad_", "apply"),
     ]
 )
 

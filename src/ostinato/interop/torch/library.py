@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ostinato import Buffer, Device, Graph, MemoryRange, Stream
-from ostinato.interop.reading.chains import ChainParts
+from ostinato.interop.reading.chains import ChainBuilder
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
@@ -426,7 +426,7 @@ class Torch:
         return self._captures.unseen
 
     def chain(
-        self, work: Callable[[Stream], Any], parts: ChainParts
+        self, work: Callable[[Stream], Any], parts: ChainBuilder
     ) -> tuple[Any, NotGraphable | None]:
         return run_chain(self._captures, work, parts)
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ostinato import Capture, Graph, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop import captures as rules
-from ostinato.interop.reading.chains import ChainParts, Wait, raised, seen
+from ostinato.interop.reading.chains import ChainBuilder, Wait, raised, seen
 from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.interop.torch.adopting import adopt_graph
@@ -116,7 +116,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     """True: they run as work that is no operation."""
 
     def __init__(
-        self, captor: Captor, parts: ChainParts, known: set[Kind], device: torch.device
+        self, captor: Captor, parts: ChainBuilder, known: set[Kind], device: torch.device
     ) -> None:
         super().__init__()
         self._captor, self._parts, self._known, self._device = captor, parts, known, device
@@ -702,7 +702,7 @@ class _ByTorch(_Capture):
 class _Captor:
     """Captures on the side stream of captures (`Captor`)."""
 
-    def __init__(self, captures: Captures, parts: ChainParts) -> None:
+    def __init__(self, captures: Captures, parts: ChainBuilder) -> None:
         self._captures, self._parts = captures, parts
         self._beside = torch.cuda.Stream(captures.index)
         self.relaxed = captures.device.context.relaxed
@@ -727,7 +727,7 @@ class _Captor:
 
 
 def run_chain(
-    captures: Captures, work: Callable[[Stream], Any], parts: ChainParts
+    captures: Captures, work: Callable[[Stream], Any], parts: ChainBuilder
 ) -> tuple[Any, NotGraphable | None]:
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index):

@@ -15,12 +15,7 @@ import torch
 
 from ostinato.interop.reading.guards import Guarded
 from ostinato.interop.reading.objects import Missing, Watch, same, version_of
-from ostinato.interop.reading.places import (
-    data_of,
-    forget_methods,
-    methods_of,
-    names_in_method,
-)
+from ostinato.interop.reading.places import data_of, forget_methods, methods_of, names_in_method
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
