@@ -458,11 +458,11 @@ class Graphed(Guarded, Closeable):
         """Returns the key of a call, and the call taken apart.  Raises Unknown, NotGraphable."""
         library, guards = self._library, self._guards
         modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
-        tokens, work = self._subject.arguments.key(args, kwargs)
-        work.tokens, work.keyed = tokens, True
+        tokens, given = self._subject.arguments.key(args, kwargs)
+        given.tokens, given.keyed = tokens, True
         used: tuple[Hashable, ...] = ()
         if guards is not None:
-            seen = work.seen = guards.read()
+            seen = given.seen = guards.read()
             arrays = seen.arrays
             try:
                 pointers = [*map(library.address, arrays)]
@@ -477,16 +477,16 @@ class Graphed(Guarded, Closeable):
                 self._set_hot()
             live = library.live()
             used = seen.tokens, self._shape, live and tuple(map(live, arrays))
-        work.epoch = self._epoch
-        return (*tokens, *used, modes), work
+        given.epoch = self._epoch
+        return (*tokens, *used, modes), given
 
-    def _line(self, key: Hashable, work: ReadCall) -> Line:
+    def _line(self, key: Hashable, given: ReadCall) -> Line:
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= _MOST_LINES:
                 self._forget()
             name = f"{self.name} #{next(_numbers)}"
-            words = _EVERY if key is _ALL else self._subject.arguments.words(work)
+            words = _EVERY if key is _ALL else self._subject.arguments.words(given)
             line = self._lines[key] = Line(name, words=words)
         return line
 
@@ -498,12 +498,12 @@ class Graphed(Guarded, Closeable):
             self._engine.give_up(entry, Reason.NOT_GRAPHABLE, reason, strict=self._options.strict)
         return reason
 
-    def _fold(self, key: Any, work: ReadCall) -> Fold | None:
+    def _fold(self, key: Any, given: ReadCall) -> Fold | None:
         """Returns the fold of a new key with others that differ from it in plain values alone; None
         if the key gets a line of its own."""
         if key is _ALL:
             return None
-        flat = key if work.seen is None else (*key[:-4], *key[-4], *key[-3:])
+        flat = key if given.seen is None else (*key[:-4], *key[-4], *key[-3:])
         fold = self._folds.find(flat)
         if fold is not None:
             return None if fold.comes_again(flat) else fold
@@ -514,7 +514,7 @@ class Graphed(Guarded, Closeable):
         if any(line is not None and line.refused for line in lines):
             family.clear()  # each of these keys raises
             return None
-        names, what = self._places_in_words(places, work)
+        names, what = self._places_in_words(places, given)
         fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", words=names))
         self._give_up(
             fold.line,
@@ -533,15 +533,15 @@ class Graphed(Guarded, Closeable):
         self._lines[fold] = fold.line
         return fold
 
-    def _places_in_words(self, places: Sequence[int], work: ReadCall) -> tuple[str, str]:
+    def _places_in_words(self, places: Sequence[int], given: ReadCall) -> tuple[str, str]:
         """Formats a key for tables, without its tokens at some places, and names the values of
         these."""
-        subject, first = self._subject, len(work.tokens)
-        owners = subject.arguments.owners(work) if places[0] < first else []
+        subject, first = self._subject, len(given.tokens)
+        owners = subject.arguments.owners(given) if places[0] < first else []
         inside = self._guards.names() if self._guards is not None and places[-1] >= first else []
         arguments = {*[owners[place] for place in places if place < first]}
         used = [*dict.fromkeys([inside[place - first] for place in places if place >= first])]
-        words = [subject.arguments.words(work, arguments), *[f"{name}=…" for name in used[:MOST]]]
+        words = [subject.arguments.words(given, arguments), *[f"{name}=…" for name in used[:MOST]]]
         found = [*sorted(arguments), *[subject.located(used)] * bool(used)]
         return ", ".join(filter(None, words)), ", ".join(found)
 
@@ -659,15 +659,15 @@ class Graphed(Guarded, Closeable):
         """Notes further state that must be unchanged for a short way; for subclasses."""
 
     # ------------------------------------------------------------------------------ the rest
-    def _refusal(self, work: ReadCall) -> str:
+    def _refusal(self, given: ReadCall) -> str:
         """Describes why a call cannot be a graph, as far as that shows before it runs, or returns
         ""."""
-        subject, seen = self._subject, work.seen
-        reason = subject.refusal([*work.leaves, *work.statics])
+        subject, seen = self._subject, given.seen
+        reason = subject.refusal([*given.leaves, *given.statics])
         if not reason and seen is not None:
             reason = subject.refusal(seen.arrays)
             reason = reason and f"what the function uses: {reason}"
-        return reason or subject.hidden(work)
+        return reason or subject.hidden(given)
 
     def _places(self, arrays: Sequence[Any]) -> list[int]:
         return [*map(self._library.address, arrays)]
@@ -697,11 +697,11 @@ class Graphed(Guarded, Closeable):
         return isinstance(error, NoMemory) or any(map(self._library.out_of_memory, causes(error)))
 
     # --- graphs
-    def _take_back(self, kept: HostSnapshot, work: ReadCall, error: BaseException) -> None:
+    def _take_back(self, kept: HostSnapshot, given: ReadCall, error: BaseException) -> None:
         """Puts back the Python state that a run before an error has changed, since the call runs
         eagerly next.  Raises NotGraphable if some cannot be put back."""
         kept.put_back()
-        left = self._subject.changed_state(work)
+        left = self._subject.changed_state(given)
         if left and isinstance(error, Exception) and not isinstance(error, ContextPoisonedError):
             raise NotGraphable(
                 self._subject.at(
@@ -1241,7 +1241,7 @@ def _itself(array: Any) -> Any:
     return array
 
 
-def _fits(line: Line, work: ReadCall) -> bool:
+def _fits(line: Line, given: ReadCall) -> bool:
     """True if the cuts of the results are known for the sizes of a call."""
-    padded = [d.place for d in work.dynamic if d is not None and d.size != d.capacity]
+    padded = [d.place for d in given.dynamic if d is not None and d.size != d.capacity]
     return line.learned.issuperset(padded)

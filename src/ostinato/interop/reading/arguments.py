@@ -55,57 +55,57 @@ class Arguments:
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Hashable], ReadCall]:
         """Returns the tokens that must be equal for a graph to serve a call, and the call taken
         apart.  Raises Unknown, NotGraphable."""
-        work = ReadCall(args, kwargs)
+        call = ReadCall(args, kwargs)
         tokens: list[Hashable] = []
         if not (self._special or kwargs) and {*map(type, args)} <= self._array_types:
             tokens += map(self._library.signature, args)
-            work.leaves += args
+            call.leaves += args
         else:
             if self._special:
                 given = self.named(args, {})
             else:
                 given = zip(itertools.repeat("an argument"), args, strict=False)
             for name, value in given:
-                self._add(name, value, tokens, work)
+                self._add(name, value, tokens, call)
             for name, value in kwargs.items():
                 tokens.append(name)
-                self._add(name, value, tokens, work)
-            if work.sizes:  # equal sizes count as one size, also of different arrays
-                tokens.append(tuple(map(work.sizes.index, work.sizes)))
-        leaves = [*map(id, work.leaves)]
+                self._add(name, value, tokens, call)
+            if call.sizes:  # equal sizes count as one size, also of different arrays
+                tokens.append(tuple(map(call.sizes.index, call.sizes)))
+        leaves = [*map(id, call.leaves)]
         if len({*leaves}) < len(leaves):  # the function may compare them (`key is value`)
             tokens.append(("the same", *map(leaves.index, leaves)))
-        return tokens, work
+        return tokens, call
 
-    def changed(self, work: ReadCall, tokens: list[Hashable]) -> bool:
+    def changed(self, call: ReadCall, tokens: list[Hashable]) -> bool:
         """True if the arguments have changed since a call was taken apart: a list has other items,
         an attribute another array."""
         try:
-            again, now = self.key(work.args, work.kwargs)
+            again, now = self.key(call.args, call.kwargs)
         except (Unknown, NotGraphable):
             return True
         arrays = now.leaves + now.statics
-        return again != tokens or not same(arrays, work.leaves + work.statics)
+        return again != tokens or not same(arrays, call.leaves + call.statics)
 
-    def _add(self, name: str, value: Any, tokens: list[Hashable], work: ReadCall) -> None:
+    def _add(self, name: str, value: Any, tokens: list[Hashable], call: ReadCall) -> None:
         """Adds the tokens of one argument."""
         library = self._library
         if name in self._options.static:
-            self._add_static(value, tokens, work)
+            self._add_static(value, tokens, call)
             return
         if type(value) is not library.array_type and is_plain(value, library.plain):
             tokens.append(plain_token(value))
             return
-        before = len(work.leaves)
-        flatten(value, name, library, tokens, work.leaves)
+        before = len(call.leaves)
+        flatten(value, name, library, tokens, call.leaves)
         padding = self._options.padding
-        for leaf in work.leaves[before:]:
+        for leaf in call.leaves[before:]:
             signature = library.signature(leaf)
             if type(leaf) is not library.array_type:
                 kind: Any = type(leaf)
                 tokens.append(kind)
             if padding is None or name not in padding.axes:
-                work.dynamic.append(None)
+                call.dynamic.append(None)
                 tokens.append(signature)
                 continue
             try:
@@ -113,15 +113,15 @@ class Arguments:
             except InputError as error:
                 raise NotGraphable(str(error)) from error
             size, fill = signature[0][axis], self._options.fill.get(name)
-            work.dynamic.append(Dynamic(axis, size, shape[axis], len(work.sizes), fill))
-            work.sizes.append(size)
+            call.dynamic.append(Dynamic(axis, size, shape[axis], len(call.sizes), fill))
+            call.sizes.append(size)
             # Without strides: the array is copied into memory of its own layout.
             tokens.append((shape, axis, signature[1], *signature[3:]))
 
-    def _add_static(self, value: Any, tokens: list[Hashable], work: ReadCall) -> None:
-        library, before = self._library, len(work.statics)
+    def _add_static(self, value: Any, tokens: list[Hashable], call: ReadCall) -> None:
+        library, before = self._library, len(call.statics)
         if library.is_array(value):
-            work.statics.append(value)
+            call.statics.append(value)
         elif is_plain(value, library.plain):
             tokens.append(plain_token(value))
         else:
@@ -129,17 +129,17 @@ class Arguments:
             if found is not None:
                 tokens.append(found[0])
                 for child in found[1]:
-                    self._add_static(child, tokens, work)
+                    self._add_static(child, tokens, call)
                 return
-            self._watch(value).read(value, tokens, work.statics)
-        for array in work.statics[before:]:
+            self._watch(value).read(value, tokens, call.statics)
+        for array in call.statics[before:]:
             tokens.append(
                 (type(array).__qualname__, library.signature(array), library.offset(array))
             )
 
-    def keep(self, work: ReadCall, kept: HostSnapshot) -> None:
+    def keep(self, call: ReadCall, kept: HostSnapshot) -> None:
         """Notes in `kept` the content of the static arguments, which are passed as they are."""
-        for name, value in self.named(work.args, work.kwargs):
+        for name, value in self.named(call.args, call.kwargs):
             if name in self._options.static:
                 self._keep(value, kept)
 
@@ -174,7 +174,7 @@ class Arguments:
 
     # --- putting together
     def replaced(
-        self, work: ReadCall, leaves: Sequence[Any]
+        self, call: ReadCall, leaves: Sequence[Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with `leaves` in the places of the arrays that are copied."""
         rest = iter(leaves)
@@ -189,24 +189,24 @@ class Arguments:
             assert found is not None
             return joiner(value, library)([visit(child) for child in found[1]])
 
-        args = [v if n in static else visit(v) for n, v in self.named(work.args, {})]
-        kwargs = {n: v if n in static else visit(v) for n, v in work.kwargs.items()}
+        args = [v if n in static else visit(v) for n, v in self.named(call.args, {})]
+        kwargs = {n: v if n in static else visit(v) for n, v in call.kwargs.items()}
         return tuple(args), kwargs
 
-    def tree(self, result: Any, work: ReadCall, marks: Sequence[object] = ()) -> Tree:
+    def tree(self, result: Any, call: ReadCall, marks: Sequence[object] = ()) -> Tree:
         """Takes a result apart, except for these marks, and objects that were given as static
         arguments, which follow them among what `Tree.build` is given.
 
         Raises Unknown."""
-        given = [*marks, *self.static_objects(work)]
+        given = [*marks, *self.static_objects(call)]
         return tree_of(result, "result", self._library, given)
 
-    def static_objects(self, work: ReadCall) -> list[Any]:
+    def static_objects(self, call: ReadCall) -> list[Any]:
         """Returns the static arguments that are neither arrays nor plain values nor containers."""
         library = self._library
         return [
             value
-            for name, value in self.named(work.args, work.kwargs)
+            for name, value in self.named(call.args, call.kwargs)
             if name in self._options.static
             and not library.is_array(value)
             and not is_plain(value, library.plain)
@@ -214,22 +214,22 @@ class Arguments:
         ]
 
     # --- in words
-    def words(self, work: ReadCall, changing: Collection[str] = ()) -> str:
+    def words(self, call: ReadCall, changing: Collection[str] = ()) -> str:
         """Formats the arguments for tables, with "…" for the value of those in `changing`."""
-        given = self.named(work.args, work.kwargs)
+        given = self.named(call.args, call.kwargs)
         return ", ".join(
             [f"{n}={'…' if n in changing else self._word(n, value)}" for n, value in given]
         )
 
-    def owners(self, work: ReadCall) -> list[str]:
+    def owners(self, call: ReadCall) -> list[str]:
         """Returns the name of each token's argument; not for calls of plain arrays alone."""
         owners: list[str] = []
         tokens: list[Hashable] = []
-        again = ReadCall(work.args, work.kwargs)
-        for name, value in self.named(work.args, {}):
+        again = ReadCall(call.args, call.kwargs)
+        for name, value in self.named(call.args, {}):
             self._add(name, value, tokens, again)
             owners += [name] * (len(tokens) - len(owners))
-        for name, value in work.kwargs.items():
+        for name, value in call.kwargs.items():
             tokens.append(name)
             self._add(name, value, tokens, again)
             owners += [name] * (len(tokens) - len(owners))

@@ -43,10 +43,10 @@ class _Content:
 class CallEffects(Memory[_Content]):
     """The results, written arrays, gradients and generator states of one call."""
 
-    def __init__(self, subject: Subject, line: Line, captured: Captured, work: ReadCall) -> None:
-        self._subject, self._line, self._captured, self._work = subject, line, captured, work
-        state, attached = work.state, captured.attached
-        self._written = [*work.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
+    def __init__(self, subject: Subject, line: Line, captured: Captured, call: ReadCall) -> None:
+        self._subject, self._line, self._captured, self._call = subject, line, captured, call
+        state, attached = call.state, captured.attached
+        self._written = [*call.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
         self._written += [each.after for each in attached if each.before is each.after]
         self._places = [] if captured.chain is None else captured.chain.places
         self._replaced = [each for each in attached if each.before is not each.after]
@@ -56,7 +56,7 @@ class CallEffects(Memory[_Content]):
         return sum(storage(array).nbytes for array in self._written), 0, 0
 
     def turns(self, eager: _Content | None) -> Sequence[int]:
-        return (1, 2) if self._work.sizes else (1,)
+        return (1, 2) if self._call.sizes else (1,)
 
     def read(self, result: Any = None, *, last: bool = False) -> _Content:
         library = self._subject.library
@@ -66,7 +66,7 @@ class CallEffects(Memory[_Content]):
             for place, mark in zip(self._places, marks, strict=True) if result is not None else ():
                 fresh.append(place.get(result))
                 result = place.put(result, mark)
-            tree = self._subject.arguments.tree(result, self._work, marks)
+            tree = self._subject.arguments.tree(result, self._call, marks)
         except Unknown as error:
             return _Content(None, str(error))
         except (LookupError, TypeError):
@@ -123,7 +123,7 @@ class CallEffects(Memory[_Content]):
             found = self._differ(replayed.leaves[index], eager.leaves[index])
             if found:
                 return f"{path} differs from the eager run: {found}{self._writers(index)}"
-        overwritten = self._subject.overwritten(self._captured, self._work)
+        overwritten = self._subject.overwritten(self._captured, self._call)
         for index, (one, other) in enumerate(zip(replayed.written, eager.written, strict=True)):
             found = "" if index in overwritten else self._differ(one, other)
             if found:

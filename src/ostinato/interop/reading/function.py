@@ -52,50 +52,50 @@ class Subject:
         """Describes why one of some arrays cannot be part of a graph; empty if all can."""
         return next(filter(None, map(self.library.refusal, arrays)), "")
 
-    def hidden(self, work: ReadCall) -> str:
+    def hidden(self, call: ReadCall) -> str:
         """Describes an attribute of a call's arrays that a graph would not read, or returns "".
 
         The graph has a copy of each argument, without the attributes that the user has set."""
         hidden, names = self.library.hidden, self.code.named
-        found = [hidden(array, names, copied=True) for array in work.leaves]
-        found += [hidden(array, names) for array in work.state]
+        found = [hidden(array, names, copied=True) for array in call.leaves]
+        found += [hidden(array, names) for array in call.state]
         return next(filter(None, found), "")
 
-    def overwritten(self, captured: Captured, work: ReadCall) -> set[int]:
+    def overwritten(self, captured: Captured, call: ReadCall) -> set[int]:
         """Returns the indices of the arguments of a call that are static results of the call
         before: a replay overwrites them, whatever the function does to its arguments."""
         if self.options.results != "static":
             return set()
         library = self.library
         memory = [*map(library.storage, captured.outputs)]
-        places = [*map(library.address, work.leaves)]
+        places = [*map(library.address, call.leaves)]
         return {i for i, place in enumerate(places) if any(m.holds(place) for m in memory)}
 
-    def pointers(self, work: ReadCall) -> list[int]:
+    def pointers(self, call: ReadCall) -> list[int]:
         """Returns the addresses of the static arguments of a call."""
-        return [*map(self.library.address, work.statics)]
+        return [*map(self.library.address, call.statics)]
 
-    def keep(self, work: ReadCall) -> HostSnapshot:
+    def keep(self, call: ReadCall) -> HostSnapshot:
         """Returns a snapshot of the host state that a run of a call may change, to restore it."""
 
         def note(kept: HostSnapshot) -> None:
             if self.guards is not None:
                 kept.guards(self.guards)
-            self.arguments.keep(work, kept)
-            kept.attributes(self.library.attached(work.state))
+            self.arguments.keep(call, kept)
+            kept.attributes(self.library.attached(call.state))
 
         return HostSnapshot(note)
 
-    def changed_state(self, work: ReadCall) -> str:
+    def changed_state(self, call: ReadCall) -> str:
         """Names what the function uses besides its arguments and has changed since a call began;
         empty if nothing has changed."""
-        if self.guards is None or work.seen is None:
+        if self.guards is None or call.seen is None:
             return ""
         try:
             now = self.guards.read()
         except Unknown as error:
             return str(error)
-        return self.located(self.guards.explain(work.seen, now))
+        return self.located(self.guards.explain(call.seen, now))
 
     def drawing(self) -> Callable[[bool], str]:
         """Returns a function that names the shared generator of Python or NumPy from which the

@@ -516,7 +516,7 @@ def eager(line: Line, match: Match | None, reason: str) -> ShortWay:
 
 def checked(
     subject: Subject,
-    work: ReadCall,
+    call: ReadCall,
     attached: Sequence[AttachedGradient],
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
@@ -531,12 +531,12 @@ def checked(
     names = subject.arguments.names
     if _extension is None or options.padding:
         return None
-    args = [*work.args, *work.kwargs.values()]
+    args = [*call.args, *call.kwargs.values()]
     if len(args) > _extension.MOST_SLOTS:
         return None
     checks = Checks(library)
-    given = [*names[: len(work.args)]]
-    given += ["*"] * (len(work.args) - len(given))
+    given = [*names[: len(call.args)]]
+    given += ["*"] * (len(call.args) - len(given))
     try:
         checks.calls(library.situation())
         for held, name in library.names():
@@ -544,13 +544,13 @@ def checked(
         note(checks)
         if library.modes() != seen[2] or library.capturing():
             return None
-        checks.arguments([*given, *work.kwargs], args, options)
-        if not same(checks.statics, work.statics) or checks.pointers != subject.pointers(work):
+        checks.arguments([*given, *call.kwargs], args, options)
+        if not same(checks.statics, call.statics) or checks.pointers != subject.pointers(call):
             return None
-        if guards is not None and work.seen is not None:
+        if guards is not None and call.seen is not None:
             noting = _Noting(checks, guards.serial)
             guards.walk(noting)
-            if tuple(noting.tokens) != work.seen.tokens or not same(noting.arrays, seen[0]):
+            if tuple(noting.tokens) != call.seen.tokens or not same(noting.arrays, seen[0]):
                 return None
             if checks.addresses(noting.arrays) != seen[1]:
                 return None
@@ -561,17 +561,17 @@ def checked(
             if not each.fits:
                 return None
             checks.attributes(each.array, {each.name: each.after})
-        made = checks.made(len(work.args), [*work.kwargs])
+        made = checks.made(len(call.args), [*call.kwargs])
     except Inexpressible:
         return None
     # Also None if an array was given twice: the checks do not compare which arrays are the same.
-    leaves = made.match(work.args, work.kwargs)
-    return made if leaves is not None and same(leaves, work.leaves) else None
+    leaves = made.match(call.args, call.kwargs)
+    return made if leaves is not None and same(leaves, call.leaves) else None
 
 
 def recheck(
     subject: Subject,
-    work: ReadCall,
+    call: ReadCall,
     line: Line,
     captured: Captured,
     stream: Stream,
@@ -587,11 +587,11 @@ def recheck(
     chain = captured.chain
     if chain is not None and (chain.saved or chain.draws):
         return None
-    made = checked(subject, work, captured.attached, seen, note)
+    made = checked(subject, call, captured.attached, seen, note)
     if made is None or library.stream() is not stream:
         return None
     # Memory that the function writes: a call with an argument in it goes by its key.
-    ranges = [library.storage(work.state[i]) for i in line.state if i < len(work.state)]
+    ranges = [library.storage(call.state[i]) for i in line.state if i < len(call.state)]
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
     if captured.moves is None:

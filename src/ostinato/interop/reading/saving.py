@@ -36,27 +36,27 @@ class Saving:
         """Reasons why keys were not restored, with counts."""
         return self._stored.all_reasons()
 
-    def name(self, line: Line, work: ReadCall, key: Any) -> None:
+    def name(self, line: Line, call: ReadCall, key: Any) -> None:
         """Gives a line the text of its key, which is the same in every process, and the names of
         the arrays that are not copied."""
         description, guards = Description(self._stored.library), self._subject.guards
-        call = key[: -1 if guards is None else -4]  # without the parts from the guards
+        own = key[: -1 if guards is None else -4]  # without the parts from the guards
         why = ""
         try:
-            description.add(*call, key[-1])
-            if len({*map(id, work.leaves)}) < len(work.leaves):
+            description.add(*own, key[-1])
+            if len({*map(id, call.leaves)}) < len(call.leaves):
                 raise Unstable("an array is given twice")
             if guards is not None:
                 description.guards(guards)
         except Unstable as error:
             why = str(error)
-        if not why and work.seen is not None and not same(description.arrays, work.seen.arrays):
+        if not why and call.seen is not None and not same(description.arrays, call.seen.arrays):
             why = "what the function uses is not known by names"
         if why:
             self._stored.reasons[why] += 1
             line.text = f"!{why}"
             return
-        line.names = [f"static {i}" for i in range(len(work.statics))] + description.names
+        line.names = [f"static {i}" for i in range(len(call.statics))] + description.names
         line.text = "\n".join(description.parts)
 
     def _pieces(self, line: Line, bound: Bound) -> list[tuple[str, MemoryRange, bool]]:
@@ -169,13 +169,13 @@ class Saving:
         return named[0], named[1], results
 
     # --- reading
-    def restored(self, line: Line, work: ReadCall) -> tuple[GraphExec, Captured] | None:
+    def restored(self, line: Line, call: ReadCall) -> tuple[GraphExec, Captured] | None:
         """Restores a key's graph from the store, with its record; None if there is none that
         fits."""
         stored, subject = self._stored, self._subject
         if not line.text or line.text.startswith("!"):
             return None
-        inputs, bound = self._maker.inputs(work), self._maker.bound(work)
+        inputs, bound = self._maker.inputs(call), self._maker.bound(call)
         memory = {f"input {i}": stored.library.storage(one) for i, one in enumerate(inputs)}
         memory |= {name: piece for name, piece, _ in self._pieces(line, bound)}
         stream = subject.turns.take()
@@ -184,7 +184,7 @@ class Saving:
             return None
         loaded, facts = found
         try:
-            captured = self._restored(line, work, inputs, bound, loaded, facts)
+            captured = self._restored(line, call, inputs, bound, loaded, facts)
             loaded.owner = captured
             return loaded.instantiate(upload=stream), captured
         except ContextPoisonedError:
@@ -201,7 +201,7 @@ class Saving:
     def _restored(
         self,
         line: Line,
-        work: ReadCall,
+        call: ReadCall,
         inputs: list[Any],
         bound: Bound,
         loaded: LoadedGraph,
@@ -226,7 +226,7 @@ class Saving:
             outputs.append(library.view(arrays.get(name, nothing), layout))
             if name not in arrays and library.span(outputs[-1]).nbytes:
                 raise ValueError(f"the file names no {name!r}")
-        tree = self._subject.arguments.tree(rebuilt(facts["result"], outputs), work)
+        tree = self._subject.arguments.tree(rebuilt(facts["result"], outputs), call)
         if not same(tree.leaves, outputs):
             raise ValueError("its results are not the arrays that the file lists")
         clones, moved = self._maker.clones(outputs, bound), facts["moved"]
@@ -246,8 +246,8 @@ class Saving:
             clones=clones,
             written=tuple(sorted(line.written)),
             bound=bound,
-            pointers=self._subject.pointers(work),
-            epoch=work.epoch,
+            pointers=self._subject.pointers(call),
+            epoch=call.epoch,
             moves=moves,
             recipes=tuple([library.recipe(outputs[i]) for i in moved or ()]),
         )

@@ -94,12 +94,12 @@ class Maker:
         return self._movers[0]
 
     # --- the memory of a graph
-    def inputs(self, work: ReadCall) -> list[Any]:
+    def inputs(self, call: ReadCall) -> list[Any]:
         """Allocates the graph's own arrays for the copied arrays of a call."""
         library = self._subject.library
         inputs = []
         made: dict[tuple[Any, ...], Any] = {}  # an array that is given twice has one input
-        for leaf, dynamic in zip(work.leaves, work.axes, strict=True):
+        for leaf, dynamic in zip(call.leaves, call.axes, strict=True):
             shape = how = None
             if dynamic is not None:
                 shape = [*library.signature(leaf)[0]]
@@ -108,18 +108,18 @@ class Maker:
             if (id(leaf), how) not in made:
                 made[id(leaf), how] = library.buffer(leaf, shape)
             inputs.append(made[id(leaf), how])
-        if work.sizes:
+        if call.sizes:
             for one in inputs:
                 library.fill(one, 0)
         return inputs
 
-    def bound(self, work: ReadCall) -> Bound:
+    def bound(self, call: ReadCall) -> Bound:
         """Returns the memory of the arrays of a call that are not copied, each piece once, in order
         of first use."""
         found: dict[int, tuple[MemoryRange, Any]] = {}
         places: dict[int, int] = {}
         pattern = []
-        for array in work.state:
+        for array in call.state:
             memory = self._subject.library.storage(array)
             found.setdefault(memory.address, (memory, array))
             pattern.append(places.setdefault(memory.address, len(places)))
@@ -143,14 +143,14 @@ class Maker:
         }
 
     # --- captures
-    def _prepare(self, work: ReadCall) -> _Prepared:
+    def _prepare(self, call: ReadCall) -> _Prepared:
         """Makes the inputs of a graph, and notes what is there before a run on them.  Raises
         NotGraphable."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
-        inputs = self.inputs(work)
+        inputs = self.inputs(call)
         try:
-            args, kwargs = arguments.replaced(work, inputs)
+            args, kwargs = arguments.replaced(call, inputs)
         except Unknown as error:
             raise NotGraphable(
                 subject.at(f"the arguments cannot be built again: {error}")
@@ -159,32 +159,32 @@ class Maker:
         versions = [*map(library.version, inputs)]
         subject.turns.take()
         around, drawn = self._memory_around(), subject.drawing()
-        return _Prepared(inputs, args, kwargs, stage, versions, self.bound(work), around, drawn)
+        return _Prepared(inputs, args, kwargs, stage, versions, self.bound(call), around, drawn)
 
-    def make(self, line: Line, work: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
+    def make(self, line: Line, call: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
         """Captures a call, and notes in its line which arrays it writes.  Raises NotGraphable.
 
         `kept`: notes what running the function changes on the host."""
         subject = self._subject
         library = subject.library
-        prepared = self._prepare(work)
+        prepared = self._prepare(call)
         inputs = prepared.inputs
-        sources = self._extents(inputs, work.leaves)
+        sources = self._extents(inputs, call.leaves)
         compiled = self.mover()
-        mover = None if work.sizes or sources is None else compiled
+        mover = None if call.sizes or sources is None else compiled
         moved: tuple[int, ...] = ()
 
-        def call() -> Any:
+        def traced() -> Any:
             kept.begin()  # a second try begins where the first one did
-            return self._run(prepared, work, kept)
+            return self._run(prepared, call, kept)
 
         def run(stream: Stream) -> Any:
             nonlocal moved
             if mover is None or sources is None:
-                return call()
+                return traced()
             mover.begin(stream, sources)
-            result = call()
-            moved, places = self._moved(result, work, prepared.bound)
+            result = traced()
+            moved, places = self._moved(result, call, prepared.bound)
             if moved:
                 mover.end(stream, places)
             return result
@@ -198,44 +198,44 @@ class Maker:
             raise NotGraphable(
                 subject.at("the capture is empty: nothing ran on the caller's current stream")
             )
-        captured = self._captured(line, work, prepared, nodes, result)
+        captured = self._captured(line, call, prepared, nodes, result)
         captured.owner = graph.owner, mover
         captured.moves = moves
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])
         if self._keeps:
             captured.call = ReadCall(
-                prepared.args, prepared.kwargs, inputs, work.statics, work.dynamic, work.sizes
+                prepared.args, prepared.kwargs, inputs, call.statics, call.dynamic, call.sizes
             )
-            captured.call.seen, captured.call.epoch = work.seen, work.epoch
+            captured.call.seen, captured.call.epoch = call.seen, call.epoch
             captured.result = result
         graph.owner = captured
         return graph, captured
 
-    def _run(self, prepared: _Prepared, work: ReadCall, kept: HostSnapshot) -> Any:
+    def _run(self, prepared: _Prepared, call: ReadCall, kept: HostSnapshot) -> Any:
         """Runs the function on the inputs of a graph."""
-        prepared.attached = self._subject.library.attached(work.state)
+        prepared.attached = self._subject.library.attached(call.state)
         try:
             return self._subject.function(*prepared.args, **prepared.kwargs)
         finally:
             kept.end()
 
-    def run_chain(self, work: ReadCall, kept: HostSnapshot, random: Any) -> ChainRun:
+    def run_chain(self, call: ReadCall, kept: HostSnapshot, random: Any) -> ChainRun:
         """Runs the function once, for real, as a chain of graphs.  `random`: the states of the
         generators now.
 
         Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, with the
         memory of the device as before."""
         subject, library = self._subject, self._subject.library
-        prepared = self._prepare(work)
-        versions = [*map(library.version, work.state)]
+        prepared = self._prepare(call)
+        versions = [*map(library.version, call.state)]
         builder = ChainBuilder(subject.function, Maker._run.__code__)
         made = ChainRun(prepared, builder, random, versions)
-        prepared.stage(work.leaves)
+        prepared.stage(call.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
 
         def run(stream: Stream) -> Any:
             kept.begin()
-            return self._run(prepared, work, kept)
+            return self._run(prepared, call, kept)
 
         try:
             assert library.chain is not None
@@ -244,28 +244,28 @@ class Maker:
         except (NotGraphable, ContextPoisonedError):
             raise
         except Exception as error:
-            self._give_back(made, work)
+            self._give_back(made, call)
             raise Raised(error) from error
         return made
 
-    def _give_back(self, made: ChainRun, work: ReadCall) -> None:
+    def _give_back(self, made: ChainRun, call: ReadCall) -> None:
         """Copies the inputs that a run has written into the arguments."""
         library, prepared = self._subject.library, made.prepared
         for index in self.changed(prepared.inputs, prepared.versions):
-            library.copy(work.leaves[index], prepared.inputs[index])
+            library.copy(call.leaves[index], prepared.inputs[index])
 
-    def whole(self, made: ChainRun, work: ReadCall) -> Any:
+    def whole(self, made: ChainRun, call: ReadCall) -> Any:
         """Returns the result of a run of which no chain was made."""
-        self._give_back(made, work)
-        given = {id(b): leaf for b, leaf in zip(made.prepared.inputs, work.leaves, strict=True)}
+        self._give_back(made, call)
+        given = {id(b): leaf for b, leaf in zip(made.prepared.inputs, call.leaves, strict=True)}
         try:
-            tree = self._subject.arguments.tree(made.result, work)
+            tree = self._subject.arguments.tree(made.result, call)
         except Unknown:
             return made.result
         leaves = [given.get(id(leaf), leaf) for leaf in tree.leaves]
-        return tree.build(leaves, self._subject.arguments.static_objects(work))
+        return tree.build(leaves, self._subject.arguments.static_objects(call))
 
-    def chained(self, line: Line, work: ReadCall, made: ChainRun) -> tuple[GraphExec, Captured]:
+    def chained(self, line: Line, call: ReadCall, made: ChainRun) -> tuple[GraphExec, Captured]:
         """Makes the chain of a run; returns the executable of its last graph.  Raises
         NotGraphable."""
         subject, links = self._subject, made.links
@@ -288,25 +288,25 @@ class Maker:
         for place, mark in zip(chain.places, marks, strict=True):
             made.fresh.append(place.get(made.result))
             result = place.put(result, mark)
-        captured = self._captured(line, work, made.prepared, nodes, result, chain, marks)
+        captured = self._captured(line, call, made.prepared, nodes, result, chain, marks)
         if captured.attached and any(link.wait.compared for link in links.links):
             raise NotGraphable(
                 subject.at("a call that depends on a value gives gradients to what it uses")
             )
         # Other values of the waits than in the warm-up may lead to other writes.
-        line.state |= self.changed(work.state, made.versions)
-        self._note_saved(line, work, made, chain)
+        line.state |= self.changed(call.state, made.versions)
+        self._note_saved(line, call, made, chain)
         captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs]
         links.graphs[-1].owner = captured
         return links.last, captured
 
-    def _note_saved(self, line: Line, work: ReadCall, made: ChainRun, chain: Chain) -> None:
+    def _note_saved(self, line: Line, call: ReadCall, made: ChainRun, chain: Chain) -> None:
         """Notes which memory a chain writes before the last wait that is compared.  Raises
         NotGraphable if that is not known."""
         library, storage = self._subject.library, self._subject.library.storage
         own = {storage(one).address for one in made.prepared.inputs}
-        state = [storage(array).address for array in work.state]
+        state = [storage(array).address for array in call.state]
         drew, last = not library.same_random(made.random), chain.links[-1].wait
         waits = [link.wait for link in chain.links if link.wait.compared]
         if not waits:
@@ -335,7 +335,7 @@ class Maker:
     def _captured(
         self,
         line: Line,
-        work: ReadCall,
+        call: ReadCall,
         prepared: _Prepared,
         nodes: Sequence[Node],
         result: Any,
@@ -354,19 +354,19 @@ class Maker:
         if given:
             raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
         drew = prepared.drawn(chain is None)
-        changed = subject.changed_state(work) or drew
+        changed = subject.changed_state(call) or drew
         if changed:
             raise NotGraphable(
                 subject.at(f"the function changes Python state that it uses ({changed})")
             )
-        tree = self.taken_apart(result, work, marks)
+        tree = self.taken_apart(result, call, marks)
         if isinstance(tree, str):
             raise NotGraphable(subject.at(tree))
         if chain is not None:  # values that the host sees may decide shapes
             self._compare_chained(line, tree, chain)
         else:
-            self._compare_shapes(line, tree, work)
-        attached = zip(prepared.attached, library.attached(work.state), strict=True)
+            self._compare_shapes(line, tree, call)
+        attached = zip(prepared.attached, library.attached(call.state), strict=True)
         bound = prepared.bound
         return Captured(
             attached=tuple(
@@ -384,8 +384,8 @@ class Maker:
             clones=self.clones(tree.leaves, bound),
             written=tuple(sorted(line.written)),
             bound=bound,
-            pointers=subject.pointers(work),
-            epoch=work.epoch,
+            pointers=subject.pointers(call),
+            epoch=call.epoch,
             kept=_pointed_at(nodes, prepared.around, bound),
         )
 
@@ -399,29 +399,29 @@ class Maker:
         library = self._subject.library
         return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
-    def taken_apart(self, result: Any, work: ReadCall, marks: Sequence[object] = ()) -> Tree | str:
+    def taken_apart(self, result: Any, call: ReadCall, marks: Sequence[object] = ()) -> Tree | str:
         """Takes the result of a call apart; returns a reason instead if no replay can give it."""
         try:
-            tree = self._subject.arguments.tree(result, work, marks)
+            tree = self._subject.arguments.tree(result, call, marks)
         except Unknown as error:
             return f"the result cannot be built again: {error}"
         wrong = self._subject.refusal(tree.leaves)
         return f"of the result: {wrong}" if wrong else tree
 
-    def reads_back(self, result: Any, work: ReadCall) -> bool:
+    def reads_back(self, result: Any, call: ReadCall) -> bool:
         """True if a result holds arrays of the host, which a chain may give anew."""
         library = self._subject.library
         try:
-            leaves = self._subject.arguments.tree(result, work).leaves
+            leaves = self._subject.arguments.tree(result, call).leaves
         except Unknown as error:
             return library.chain is not None and isinstance(error.value, np.ndarray)
         return library.chain is not None and any(map(library.on_host, leaves))
 
-    def lost(self, tree: Tree, work: ReadCall) -> str:
+    def lost(self, tree: Tree, call: ReadCall) -> str:
         """Describes what a replay's result would lack of an eager result; empty if nothing."""
         lost = [*map(self._subject.library.lost, tree.leaves)]
         if any(lost):
-            themselves = {id(array) for _, array in self.bound(work).storages}
+            themselves = {id(array) for _, array in self.bound(call).storages}
             for leaf, path, what in zip(tree.leaves, tree.paths, lost, strict=True):
                 if what and id(leaf) not in themselves:
                     return f"{path} is an array of which a replay gives a copy, without {what}"
@@ -439,10 +439,10 @@ class Maker:
         return [(address(a), n) for a, n in zip(arrays, sizes, strict=True) if n is not None]
 
     def _moved(
-        self, result: Any, work: ReadCall, bound: Bound
+        self, result: Any, call: ReadCall, bound: Bound
     ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Returns the indices of the outputs that the graph copies, with addresses and bytes."""
-        tree = self.taken_apart(result, work)
+        tree = self.taken_apart(result, call)
         if self._subject.options.results != "clone" or isinstance(tree, str):
             return (), []
         leaves = tree.leaves
@@ -451,18 +451,18 @@ class Maker:
         return ((), []) if found is None else (places, found)
 
     # --- shapes
-    def note_shapes(self, line: Line, tree: Tree, work: ReadCall) -> None:
+    def note_shapes(self, line: Line, tree: Tree, call: ReadCall) -> None:
         """Notes the shapes and the tokens of the result of an eager run."""
         line.tokens = tree.tokens
-        line.shapes = self._shapes(tree), list(work.sizes)
+        line.shapes = self._shapes(tree), list(call.sizes)
 
     def _shapes(self, tree: Tree) -> list[tuple[int, ...]]:
         return [tuple(self._subject.library.signature(leaf)[0]) for leaf in tree.leaves]
 
-    def _compare_shapes(self, line: Line, tree: Tree, work: ReadCall) -> None:
+    def _compare_shapes(self, line: Line, tree: Tree, call: ReadCall) -> None:
         """Raises NotGraphable if the shapes of a captured result are not those of the eager run."""
-        if work.sizes:
-            self.relate(line, tree, work)
+        if call.sizes:
+            self.relate(line, tree, call)
             return
         if line.shapes is None:
             return
@@ -500,7 +500,7 @@ class Maker:
             self._subject.at("the result has plain values that may be other ones in each call")
         )
 
-    def relate(self, line: Line, padded: Tree, work: ReadCall) -> None:
+    def relate(self, line: Line, padded: Tree, call: ReadCall) -> None:
         """Learns from the shapes of the last eager run which axes of the results are dynamic.
 
         `padded`: the result of a capture.  Raises NotGraphable if the shapes cannot be explained.
@@ -509,7 +509,7 @@ class Maker:
             return
         self._compare_plain(line, padded)
         shapes, sizes = line.shapes
-        capacities = [d.capacity for d in work.dynamic if d is not None]
+        capacities = [d.capacity for d in call.dynamic if d is not None]
         if len(shapes) != len(padded.leaves):
             raise NotGraphable(self._subject.at("the number of results depends on a dynamic size"))
         found = cuts(shapes, self._shapes(padded), sizes, capacities)
@@ -521,10 +521,10 @@ class Maker:
         line.learned |= {i for i, s in enumerate(sizes) if s != capacities[i]}
 
     # --- memory that has moved
-    def rebind(self, line: Line, captured: Captured, work: ReadCall) -> str:
+    def rebind(self, line: Line, captured: Captured, call: ReadCall) -> str:
         """Points a graph at static memory that has moved; returns why it must be captured again, or
         ""."""
-        now = self.bound(work)
+        now = self.bound(call)
         why = self._cannot_rebind(captured, now)
         moved = [
             (a, b)
@@ -555,8 +555,8 @@ class Maker:
         line.counts.rebound += bool(moved)
         captured.rebound |= bool(moved)
         captured.bound = now
-        captured.pointers = self._subject.pointers(work)
-        captured.epoch = work.epoch
+        captured.pointers = self._subject.pointers(call)
+        captured.epoch = call.epoch
         return ""
 
     def _cannot_rebind(self, captured: Captured, now: Bound) -> str:
