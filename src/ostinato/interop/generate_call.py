@@ -14,17 +14,6 @@ from typing import Any
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
 
-__all__ = [
-    "CACHE_NAMES",
-    "NotCovered",
-    "Wanted",
-    "check_arguments",
-    "check_inputs",
-    "check_mode",
-    "prompts",
-    "wanted",
-]
-
 CACHE_NAMES = ("cache", "past_key_values")
 """Names of models' cache argument: the first since transformers 5.24, the second before."""
 

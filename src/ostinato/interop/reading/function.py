@@ -46,7 +46,9 @@ class Subject:
 
     def at(self, reason: str) -> str:
         """Returns a reason with the place where the function is defined."""
-        return f"{reason}; {self.name} is at {_where(self.function)}"
+        code = code_of(self.function)
+        where = f"{code.co_filename}:{code.co_firstlineno}" if code else "an unknown place"
+        return f"{reason}; {self.name} is at {where}"
 
     def refusal(self, arrays: Iterable[Any]) -> str:
         """Describes why one of some arrays cannot be part of a graph; empty if all can."""
@@ -145,9 +147,3 @@ class Subject:
                 for place, several in places
             ]
         )
-
-
-def _where(function: Callable[..., Any]) -> str:
-    """Returns the file and line where a function is defined."""
-    code = code_of(function)
-    return "an unknown place" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -58,13 +58,13 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def situation(self) -> tuple[Callable[[], Any], ...]:
-        """Returns functions whose results, with `names`, stand for `capturing`, `stream` and
-        `modes`: these are unchanged while all of those are."""
+        """Returns functions.  While their results and the values of `names` are unchanged, so are
+        `capturing`, `stream` and `modes`."""
         ...
 
     def names(self) -> Sequence[tuple[dict[str, Any], str]]:
-        """Returns dicts, each with a key, whose values belong to `situation` and are faster to
-        compare."""
+        """Returns dicts, each with a key, whose values are compared with the results of
+        `situation`: reading an item is faster than calling a function."""
         ...
 
     @property
@@ -108,8 +108,9 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def hidden(self, array: Any, names: Collection[str], *, copied: bool = False) -> str:
-        """Describes an attribute of an array that no guard reads; empty if there is none.  Only
-        these names count, and for a `copied` array all attributes that the user has set."""
+        """Describes an attribute of an array that no guard reads; empty if there is none.
+
+        `names`: the attributes that count; for a `copied` array all that the user has set count."""
         ...
 
     def lost(self, array: Any, /) -> str:
@@ -117,13 +118,13 @@ class Library(WatchingLibrary, Protocol):
         ...
 
     def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
-        """Returns the arrays that may have another array attached (a gradient), which functions
-        replace: each as the array, the name of the attribute, and its value now."""
+        """Returns the arrays whose attached array (the gradient) functions may replace: each as the
+        array, the name of the attribute, and its value now."""
         ...
 
     def live(self) -> Callable[[Any], Hashable] | None:
-        """Returns a function that reads the state of an array that may change while the array stays
-        in place, and that decides what a call does; None if there is no such state."""
+        """Returns a function that reads a state of an array (whether it requires gradients) that
+        decides what a call does and may change in place; None if no such state counts now."""
         ...
 
     def wants_gradient(self, result: Any, /) -> bool: ...
@@ -161,9 +162,9 @@ class Library(WatchingLibrary, Protocol):
 
     @property
     def chain(self) -> RunChain | None:
-        """Runs work once, for real, as graphs that are captured and launched one after the other,
-        with the operations that wait between them, all of which the links are given.  None for a
-        library that cannot.
+        """A function that runs work once, for real, as graphs that are captured and launched one
+        after the other, and gives these and the operations that wait between them to a
+        `ChainBuilder`.  None for a library that cannot.
 
         Returns the result of the work, and an error if the graphs cannot be replayed:
         WaitsForDevice if the next run may give graphs that can.
@@ -227,7 +228,7 @@ class Library(WatchingLibrary, Protocol):
     def fill(self, array: Any, value: float) -> None: ...
 
     def poison(self, rest: Any, front: Any, axis: int) -> None:
-        """Fills padding with what no answer may depend on: NaN, or other values of the front."""
+        """Fills padding with NaN, or for other dtypes with the last values of the front."""
         ...
 
     def difference(self, one: Any, other: Any, tolerance: tuple[float, float] | None) -> str:
@@ -245,10 +246,10 @@ class Library(WatchingLibrary, Protocol):
     """Names of the functions that give a generator a seed or a state."""
 
     def seeding(self) -> Callable[[Collection[str]], str]:
-        """Returns a function that names a generator whose state no replay reproduces, because it
-        got another seed or drew on the host since now; "" if there is none.
+        """Returns a function that names a generator that got another seed, or drew on the host,
+        since `seeding` was called, so that no replay reproduces its state; "" if there is none.
 
-        It takes the attributes that the code names, since other threads draw too."""
+        The function takes the attributes that the code names, since other threads draw too."""
         ...
 
     def same_random(self, state: Any) -> bool:
@@ -327,8 +328,6 @@ class GraphedOptions:
             raise InputError(
                 f'verify={self.verify!r}: "off", "first", or N to check each Nth replay'
             )
-        if not isinstance(self.static, tuple):
-            raise InputError("static: a tuple of parameter names")
 
 
 class Devices:

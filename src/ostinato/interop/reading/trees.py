@@ -232,34 +232,28 @@ class Leaf:
     """The token of an array."""
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Tree:
     """A value taken apart once: its arrays in order, and a function that builds it from others."""
 
-    __slots__ = ("_build", "_names", "_source", "given", "leaves", "paths", "tokens")
-
-    def __init__(
-        self,
-        source: str,
-        names: dict[str, Any],
-        leaves: list[Any],
-        paths: list[str],
-        given: frozenset[int],
-        tokens: list[Hashable],
-    ) -> None:
-        self._source, self._names = source, names
-        self.leaves, self.paths = leaves, paths
-        self.tokens = tokens
-        """The tokens of the value: everything but its arrays."""
-        self.given = given
-        """Indices of the objects in the value that `build` must be given anew."""
-        self._build: Callable[..., Any] | None = None
+    source: str
+    """The source of an expression that builds the value from `leaves` and `given`."""
+    names: dict[str, Any]
+    """The variables of that expression."""
+    leaves: list[Any]
+    paths: list[str]
+    given: frozenset[int]
+    """Indices of the objects in the value that `build` must be given anew."""
+    tokens: list[Hashable]
+    """The tokens of the value: everything but its arrays."""
+    _build: Callable[..., Any] | None = None
 
     @property
     def build(self) -> Callable[..., Any]:
         """The function that builds the value from other arrays, and from other given objects, in
         the places of its own.  It is compiled, since each replay calls it."""
         if self._build is None:
-            self._build = eval(f"lambda leaves, given=(): {self._source}", self._names)
+            self._build = eval(f"lambda leaves, given=(): {self.source}", self.names)
         return self._build
 
 

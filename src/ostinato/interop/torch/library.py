@@ -430,8 +430,7 @@ class Torch:
     ) -> tuple[Any, NotGraphable | None]:
         return run_chain(self._captures, work, parts)
 
-    def out_of_memory(self, error: BaseException, /) -> bool:
-        return out_of_memory(error)
+    out_of_memory = staticmethod(out_of_memory)
 
     def trim(self, *, short: bool) -> None:
         self._captures.trim(short=short)
