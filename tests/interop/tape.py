@@ -325,5 +325,5 @@ def on_tape(device: Device, function: Any, *, chains: bool = False, **options: A
     library.chains = chains
     step = on_cpu(library, function, **options)
     # A tape holds memory, not words that point at it.
-    step._maker._cannot_rebind = lambda captured, now: "a tape cannot be bound"
+    step._maker._moved_memory = lambda captured, now: ", and a tape cannot be bound"
     return step

@@ -567,7 +567,7 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
         return change(SimpleNamespace(set=set_argument)) is None
 
     checks = Checks(library)
-    checks.arguments(["x"], [x], GraphedOptions())
+    checks.arguments([("x", x)], GraphedOptions())
     way = recheck._extension.Way(  # type: ignore[union-attr]
         *(checks.made(1, ()), lock.acquire, lock.release, weakref.ref(captured), turns, stream),
         *(library.maker(), library.address, library.reader if reads else None, 7),

@@ -1,12 +1,11 @@
 """`Graphed`: a function that replays a graph of itself, for any library (`Library`).
 
-It is the door of discovered slots: it reads which calls are alike from the arguments and from what
-the function uses besides them, and an `Engine` decides what is done with a call.  A failure costs
-speed, never answers: what cannot be captured runs eagerly and is counted, and host state that a
-failed capture changed is put back first (`kept.py`).  Keys that differ in plain values alone are
-folded into one that runs eagerly (`folding.py`).
+It makes a call's key from the arguments and from what the function uses besides them, and an
+`Engine` decides what is done with calls of that key.  What cannot be captured runs eagerly and is
+counted; host state that a failed capture changed is put back first (`kept.py`).  Keys that differ
+in plain values alone are folded into one that runs eagerly (`folding.py`).
 
-The path of a call; each step is taken only if the steps before it give no result:
+The path of a call; each step is taken only if the one before it does not make the call:
 
     __call__   a call like one of the last: a whole replay in C (`recheck.py`)
     _keyed     its key (`arguments.py`, `guards.py`), whose `Line` the engine has
@@ -89,23 +88,24 @@ _FULL = (
     "sizes that change); call forget() to capture again"
 )
 _MOST_CHAINS = 8
-"""The most chains of a key: the values that the host sees in its calls."""
+"""The most chains of a key, each for other values that the host sees."""
 _MOST_FAILURES = 8
-"""The number of builds in a row without a chain after which a key is given up."""
+"""A key is given up after this many builds in a row that made no chain."""
 _TRIALS = 3
 """The number of eager runs, and of calls by a chain, that are timed, to compare them."""
 _MORE_TRIALS = 12
-"""The number of calls by a chain, likewise, before a chain is found to be slower."""
+"""The number of calls by a chain that are timed before the chain is given up as slower."""
 _GAIN = 0.95
-"""The largest time of a chain, as a part of that of an eager run, with which it is kept."""
+"""A chain is kept if it takes at most this part of the time of an eager run."""
 _STRANGE = 16
-"""The number of calls with values of no chain, and more for served ones, that gives a key up."""
+"""A key is given up after more calls than this whose values no chain has, plus four for each call
+that a chain served."""
 _numbers = itertools.count()
 """Numbers of keys, over all caches."""
 _OFF = "graphs are switched off (OSTINATO_NO_GRAPHS)"
 _EVERY = "every call"
 _ALL: tuple[Any, ...] = (_EVERY,)
-"""The key, and its text in tables, of a function that runs eagerly for all arguments."""
+"""The key, and before it its text in tables, of a function that runs eagerly in every call."""
 
 
 class Graphed(Guarded, Closeable):
@@ -166,11 +166,11 @@ class Graphed(Guarded, Closeable):
         self._closed = False
         self._start_over()
         self._nested = 0
-        # Not `_lock`: another thread may hold that and wait for the capture that is running here.
+        # Not `_lock`: a thread that holds that may wait for the capture that is running here.
         self._nesting = new_lock()
         self._calls = 0
         self._hot: tuple[ShortWay, ...] = ()
-        """Short ways for calls like the last ones, valid for the present state."""
+        """The short ways that are valid now, for calls like the last ones."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
         """The `call` methods of the short ways."""
         self.__name__ = name
@@ -343,8 +343,8 @@ class Graphed(Guarded, Closeable):
 
     # --- calls that wait for the device
     def _waiting(self, line: Line, waiting: Waiting, given: ReadCall, key: Hashable) -> Any:
-        """Makes a call that waits, by the chain whose values the host sees, by a new chain, or
-        eagerly; returns EAGER if the caller must run it."""
+        """Makes a call that waits: by the chain that has its values, by a new chain, or eagerly.
+        Returns EAGER if the caller must run it."""
         strict = self._options.strict
         if len(waiting.eager) < _TRIALS and not strict:
             return self._timed(line, waiting, given)
@@ -394,7 +394,7 @@ class Graphed(Guarded, Closeable):
         return result
 
     def _weigh(self, line: Line, waiting: Waiting, words: str) -> None:
-        """Gives a key up if its chain is not faster than eager runs, as far as that is known."""
+        """Gives a key up if enough timed calls show that its chain is no faster than eager runs."""
         chained, eager = min(waiting.chained), min(waiting.eager)
         slower, count = chained > _GAIN * eager, len(waiting.chained)
         waiting.weighed = count >= (_MORE_TRIALS if slower else _TRIALS)
@@ -421,7 +421,7 @@ class Graphed(Guarded, Closeable):
     def _new_chain(
         self, line: Line, waiting: Waiting, given: ReadCall, key: Hashable, where: str
     ) -> Any:
-        """Makes a call with values of no chain: builds one, or runs it eagerly."""
+        """Makes a call whose values no chain has: builds a chain, or runs the call eagerly."""
         waiting.strange += bool(where)
         chain = next((each for each in waiting.chains if each.captured() is None), None)
         if chain is None and len(waiting.chains) >= _MOST_CHAINS:
@@ -438,7 +438,7 @@ class Graphed(Guarded, Closeable):
             self._lines[key, chain] = chain
             waiting.chains.insert(0, chain)
         work = self._decided(chain, given)
-        if work.ran:  # it was no call between two builds that the device had no memory for
+        if work.ran:  # False while the engine waits with another build, for lack of memory
             self._note_build(line, waiting, chain)
         return work.result
 
@@ -851,7 +851,7 @@ class _Work(Work):
     """The outputs that the graph copied; None if nothing was replayed, or if `result` is set."""
     result: Any = EAGER
     slow = False
-    """True if the call was more than a replay."""
+    """True if more than a replay was done for the call."""
     fresh: Sequence[Any] = ()
     """The values in the result that the host read in a replay."""
     ran = False
@@ -860,7 +860,7 @@ class _Work(Work):
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
     _before: _Before | None = None
-    """The memory to put back if the last graph of a chain is not launched."""
+    """What is put back if the last graph of a chain is not launched."""
     _ran: Chain | None = None
     """The chain whose last graph is to be launched."""
     _built = False
@@ -895,7 +895,7 @@ class _Work(Work):
     # --- running
     def begin(self, *, inside: bool = False) -> None:
         self.slow = True
-        # No short way until this call is over: it may change what the ways rely on.
+        # Short ways end: this call may change what they rely on.
         if self.door._hot:
             self.door._set_hot()
 

@@ -1,8 +1,8 @@
-/* Checks whether everything that decided a call's key is unchanged, compiled.
+/* Compares all that a call's key was made of with a later call, without making a key.
  *
- * A Recheck is built from a flat list of checks that `recheck.py` notes while it reads the key of a
- * call.  `match` makes the checks for a later call, without building a key.  Only the limited API
- * of CPython 3.11 is used.
+ * `recheck.py` notes a flat list of checks while it reads the key of a call, and makes a Recheck of
+ * them, whose `match` makes the checks for a later call.  A Way makes the whole later call.  Only
+ * the limited API of CPython 3.11 is used.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -51,11 +51,10 @@ typedef struct {
     int operation, slot; /* slot: -1 if the subject is `object` */
     PyObject *object, **key, **value;
     Py_ssize_t count, next;
-    size_t *word;        /* LOOKUP: the position of each item, for PyDict_Next.  ADDRESSES, WORDS:
-                          * the values.  CALLS: the C function of each built-in one, or 0 */
-    PyCFunction address; /* ADDRESSES: the C function, if it is known and all values are words */
-    Reader reader;       /* WORDS */
-    uint64_t changes;    /* ITEMS, KINDS, LOOKUP: the dict's version when the check held, or 0 */
+    size_t *word;     /* LOOKUP: the position of each item, for PyDict_Next.  WORDS: the values.
+                       * CALLS: the C function of each built-in one, or 0 */
+    Reader reader;    /* WORDS */
+    uint64_t changes; /* ITEMS, KINDS, LOOKUP: the dict's version when the check held, or 0 */
 } Check;
 
 typedef struct {
@@ -95,8 +94,8 @@ gives(PyObject *found, PyObject *value)
     return same;
 }
 
-/* True if dicts have a version: CPython 3.11 and 3.12 store a number that is unique over all dicts
- * in the fourth word of a dict at each change (PEP 509); the third word is its size.  Since 3.13
+/* True if dicts have a version (PEP 509): at each change CPython 3.11 and 3.12 store a number that
+ * is unique over all dicts in the dict's fourth word; the third word is its size.  Since 3.13
  * attributes may be stored without a change of their dict. */
 static int dicts_count;
 
@@ -142,8 +141,8 @@ try_counts(void)
     return failed ? -1 : 0;
 }
 
-/* Makes a check of a dict with `same`, unless the dict's version shows that the dict has not
- * changed since the check held. */
+/* Makes a check of a dict with `same`, unless the version of the dict shows that it is unchanged
+ * since the check held. */
 static int
 holds_of_dict(Check *check, PyObject *dict, int (*same)(const Check *, PyObject *))
 {
@@ -227,25 +226,6 @@ unpack(const Check *check, PyObject *from, PyObject **slots)
     for (Py_ssize_t i = 0; i < check->count; i++)
         slots[check->next + i] =
             Py_NewRef(listed ? PyList_GetItem(from, i) : PyTuple_GetItem(from, i));
-    return 1;
-}
-
-/* True if each address has its earlier value, compared as words; -1 with an exception set. */
-static int
-same_addresses(const Check *check)
-{
-    for (Py_ssize_t i = 0; i < check->count; i++) {
-        PyObject *found = check->address(check->key[i], NULL);
-        if (found == NULL)
-            return -1;
-        int whole = Py_TYPE(found) == &PyLong_Type;
-        size_t word = whole ? PyLong_AsSize_t(found) : 0;
-        Py_DECREF(found);
-        if (word == SIZE_MAX && PyErr_Occurred())
-            return -1;
-        if (!whole || word != check->word[i])
-            return 0;
-    }
     return 1;
 }
 
@@ -336,8 +316,6 @@ holds(Check *check, PyObject **slots)
     case WORDS:
         return same_words(check);
     case ADDRESSES:
-        if (check->address != NULL)
-            return same_addresses(check);
         for (Py_ssize_t i = 0; same == 1 && i < check->count; i++)
             same = gives(PyObject_CallFunctionObjArgs(subject, keys[i], NULL), values[i]);
         return same;
@@ -394,7 +372,7 @@ are_arguments(PyObject *const *args, Py_ssize_t count)
 {
     if (count == 2 && PyTuple_Check(args[0]) && is_dict(args[1]))
         return 1;
-    PyErr_SetString(PyExc_TypeError, "a tuple and a dict are needed");
+    PyErr_SetString(PyExc_TypeError, "the arguments must be a tuple and a dict");
     return 0;
 }
 
@@ -514,29 +492,6 @@ is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slot
     }
 }
 
-/* Returns the C function of a built-in method without arguments, if it is the same for all objects;
- * else NULL. */
-static PyCFunction
-function_of(PyObject *method, PyObject **objects, Py_ssize_t count)
-{
-    PyCFunction found = NULL;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *bound = PyObject_CallMethod(method, "__get__", "O", objects[i]);
-        PyCFunction one = NULL;
-        if (bound == NULL)
-            PyErr_Clear();
-        else if (Py_TYPE(bound) == &PyCFunction_Type &&
-                 PyCFunction_GetFlags(bound) == METH_NOARGS &&
-                 PyCFunction_GetSelf(bound) == objects[i])
-            one = PyCFunction_GetFunction(bound);
-        Py_XDECREF(bound);
-        if (one == NULL || (found != NULL && one != found))
-            return NULL;
-        found = one;
-    }
-    return found;
-}
-
 /* Fills `word` with the C functions of the built-in functions without arguments. */
 static void
 find_functions(Check *check)
@@ -554,7 +509,7 @@ take_reader(PyObject *given, Reader *reader)
 {
     unsigned long long address;
     if (!PyTuple_Check(given)) {
-        PyErr_SetString(PyExc_TypeError, "a reader is a tuple");
+        PyErr_SetString(PyExc_TypeError, "a reader must be a tuple");
         return 0;
     }
     if (!PyArg_ParseTuple(given, "Kn", &address, &reader->offset))
@@ -597,7 +552,7 @@ take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
 {
     PyObject *keys, *values;
     if (!PyTuple_Check(one)) {
-        PyErr_SetString(PyExc_TypeError, "a check is a tuple");
+        PyErr_SetString(PyExc_TypeError, "a check must be a tuple");
         return 0;
     }
     if (!PyArg_ParseTuple(one, "iiOO!O!nn", &check->operation, &check->slot, &check->object,
@@ -613,12 +568,11 @@ take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
     for (Py_ssize_t i = 0; i < found; i++)
         check->value[i] = PyTuple_GetItem(values, i);
     if (!is_sound(check, known, found, slots)) {
-        PyErr_SetString(PyExc_ValueError, "a check is none");
+        PyErr_SetString(PyExc_ValueError, "a check has wrong numbers or types");
         return 0;
     }
     check->word = (size_t *)*words;
-    if (check->operation == LOOKUP || check->operation == ADDRESSES || check->operation == CALLS ||
-        check->operation == WORDS)
+    if (check->operation == LOOKUP || check->operation == CALLS || check->operation == WORDS)
         *words += known;
     if (check->operation == CALLS)
         find_functions(check);
@@ -626,14 +580,12 @@ take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
         if (!take_reader(check->object, &check->reader))
             return 0;
         if (!are_words(check)) {
-            PyErr_SetString(PyExc_ValueError, "an address is none");
+            PyErr_SetString(PyExc_ValueError, "an address is not an int of one word");
             return 0;
         }
     }
     if (check->operation == LOOKUP)
         find_places(check);
-    if (check->operation == ADDRESSES && are_words(check))
-        check->address = function_of(check->object, check->key, known);
     return 1;
 }
 
@@ -661,7 +613,7 @@ recheck_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &PyTuple_Type, &names, &slots, &PyTuple_Type, &list))
         return NULL;
     if (positional < 0 || slots > MOST_SLOTS || positional + PyTuple_Size(names) > slots) {
-        PyErr_SetString(PyExc_ValueError, "too many slots, or fewer than arguments");
+        PyErr_SetString(PyExc_ValueError, "more slots than MOST_SLOTS, or fewer than arguments");
         return NULL;
     }
     Py_ssize_t count = PyTuple_Size(list);
@@ -693,15 +645,14 @@ recheck_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef recheck_methods[] = {
     {"match", (PyCFunction)(void (*)(void))recheck_match, METH_FASTCALL,
-     "match($self, args, kwargs, /)\n--\n\nThe arrays among the arguments of a call, in order, if "
-     "every check holds and none comes twice; None if not, or if what a check reads raises an "
-     "Exception."},
+     "match($self, args, kwargs, /)\n--\n\nReturns the arrays among the arguments of a call, in "
+     "order.  None if a check does not hold or raises an Exception, or if an array comes twice."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot recheck_slots[] = {
     {Py_tp_doc, "Recheck(positional, names, slots, checks)\n--\n\n"
-                "Checks whether a call is like the one that they were made of.  A check: "
+                "The checks of one call, to compare later calls with it.  A check: "
                 "(operation, slot, object, keys, values, count, next slot)."},
     {Py_tp_new, recheck_new},
     {Py_tp_dealloc, dealloc},
@@ -808,7 +759,7 @@ new_outputs(Way *self, PyObject *captured)
         return NULL;
     PyObject *made = NULL;
     if (!PyTuple_Check(recipes))
-        PyErr_SetString(PyExc_TypeError, "recipes is no tuple");
+        PyErr_SetString(PyExc_TypeError, "recipes must be a tuple");
     else
         made = PyList_New(PyTuple_Size(recipes));
     for (Py_ssize_t i = 0; made != NULL && i < PyTuple_Size(recipes); i++) {
@@ -816,7 +767,7 @@ new_outputs(Way *self, PyObject *captured)
         if (PyTuple_Check(recipe))
             one = PyObject_Call(self->maker, recipe, NULL);
         else
-            PyErr_SetString(PyExc_TypeError, "a recipe is no tuple");
+            PyErr_SetString(PyExc_TypeError, "a recipe must be a tuple");
         if (one == NULL)
             Py_CLEAR(made);
         else
@@ -925,7 +876,7 @@ way_run_timed(Way *self, PyObject *args, PyObject *kwargs)
     timespec_get(&ended, TIME_UTC);
     double seconds = (double)(ended.tv_sec - began.tv_sec) +
                      1e-9 * (double)(ended.tv_nsec - began.tv_nsec);
-    /* The clock may be set back. */
+    /* Negative if the clock was set back. */
     PyObject *number = PyFloat_FromDouble(seconds < 0 ? 0 : seconds);
     PyObject *noted =
         number == NULL ? NULL : PyObject_CallFunctionObjArgs(self->timed, number, NULL);
@@ -1011,7 +962,7 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         failed = !take_reader(self->reader, &self->read);
     if (!failed &&
         PyType_GetSlot(Py_TYPE(self->recheck), Py_tp_traverse) != (void *)recheck_traverse) {
-        PyErr_SetString(PyExc_TypeError, "the first argument is no Recheck");
+        PyErr_SetString(PyExc_TypeError, "the first argument must be a Recheck");
         failed = 1;
     }
     if (failed)
@@ -1021,14 +972,14 @@ way_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyMethodDef way_methods[] = {
     {"call", (PyCFunction)(void (*)(void))way_call, METH_FASTCALL,
-     "call($self, args, kwargs, /)\n--\n\nThe result of a replay for a call like the one that it "
-     "was made of; `missed` for another call."},
-    {"end", way_end, METH_NOARGS, "end($self, /)\n--\n\nEvery call is missed from here on."},
+     "call($self, args, kwargs, /)\n--\n\nReturns the result of a replay; `missed` if the call "
+     "does not match."},
+    {"end", way_end, METH_NOARGS, "end($self, /)\n--\n\nMakes each later call return `missed`."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyMemberDef way_members[] = {
-    {"count", T_PYSSIZET, offsetof(Way, count), READONLY, "Replays so far."},
+    {"count", T_PYSSIZET, offsetof(Way, count), READONLY, "The number of replays."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -1087,7 +1038,7 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "ostinato.interop.reading._recheck",
-    .m_doc = "Checks that a call is like an earlier one.  See ostinato.interop.reading.recheck.",
+    .m_doc = "Compares calls with earlier ones.  See ostinato.interop.reading.recheck.",
     .m_size = 0,
     .m_slots = module_slots,
 };

@@ -37,7 +37,7 @@ class Wait:
     line: str
     """The place in the caller's code: "file:line: source"."""
     value: Hashable
-    """The value that the host saw when the chain was built, bit for bit (`seen`)."""
+    """The value that the host saw when the chain was built, bit for bit (`as_value`)."""
     again: Callable[[], Any]
     """A function that runs the operation again, on the memory of the chain, and returns what the
     host sees now.  If that is equal to `value`, the results for later graphs are in place."""
@@ -194,7 +194,7 @@ class _Noting:
 
 
 @contextmanager
-def told(found: list[str]) -> Iterator[None]:
+def output_noted(found: list[str]) -> Iterator[None]:
     """Notes the lines on which this thread prints or logs in the block, which no replay would.
 
     One thread at a time is in such a block."""
@@ -227,7 +227,7 @@ def told(found: list[str]) -> Iterator[None]:
                 sys.stderr = err
 
 
-def seen(value: object) -> Hashable:
+def as_value(value: object) -> Hashable:
     """Returns a plain value bit for bit, to compare it: NaN equals NaN, and 0.0 not -0.0."""
     if type(value) is float:
         return struct.pack("<d", value)
@@ -236,6 +236,6 @@ def seen(value: object) -> Hashable:
     return type(value), value if isinstance(value, Hashable) else repr(value)
 
 
-def raised(error: Exception) -> Hashable:
+def error_value(error: Exception) -> Hashable:
     """Returns an exception as a value, to compare it."""
     return "raised", type(error), str(error)

@@ -167,9 +167,10 @@ class Checks:
         self._add("READS", slot, held, reads, values)
 
     # --- the arguments
-    def arguments(self, names: Sequence[str], args: Sequence[Any], options: GraphedOptions) -> None:
-        self._slots = len(args)
-        for slot, (name, value) in enumerate(zip(names, args, strict=True)):
+    def arguments(self, given: Sequence[tuple[str, Any]], options: GraphedOptions) -> None:
+        """`given`: the arguments in the order of a call, with the names of their parameters."""
+        self._slots = len(given)
+        for slot, (name, value) in enumerate(given):
             if name in options.static:
                 self._static(slot, value)
             else:
@@ -528,15 +529,12 @@ def checked(
     the modes, as in the key.  `note` notes what must be compared besides the key.
     """
     library, options, guards = subject.library, subject.options, subject.guards
-    names = subject.arguments.names
     if _extension is None or options.padding:
         return None
-    args = [*call.args, *call.kwargs.values()]
-    if len(args) > _extension.MOST_SLOTS:
+    given = [*subject.arguments.named(call.args, call.kwargs)]
+    if len(given) > _extension.MOST_SLOTS:
         return None
     checks = Checks(library)
-    given = [*names[: len(call.args)]]
-    given += ["*"] * (len(call.args) - len(given))
     try:
         checks.calls(library.situation())
         for held, name in library.names():
@@ -544,7 +542,7 @@ def checked(
         note(checks)
         if library.modes() != seen[2] or library.capturing():
             return None
-        checks.arguments([*given, *call.kwargs], args, options)
+        checks.arguments(given, options)
         if not same(checks.statics, call.statics) or checks.pointers != subject.pointers(call):
             return None
         if guards is not None and call.seen is not None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ostinato import Graph, GraphExec, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
-from ostinato.interop.reading.chains import Chain, ChainBuilder, told
+from ostinato.interop.reading.chains import Chain, ChainBuilder, output_noted
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
@@ -169,24 +169,20 @@ class Maker:
         library = subject.library
         prepared = self._prepare(call)
         inputs = prepared.inputs
-        sources = self._extents(inputs, call.leaves)
+        sources = None if call.sizes else self._extents(inputs, call.leaves)
         compiled = self.mover()
-        mover = None if call.sizes or sources is None else compiled
+        mover = None if sources is None else compiled
         moved: tuple[int, ...] = ()
-
-        def traced() -> Any:
-            kept.begin()  # a second try begins where the first one did
-            return self._run(prepared, call, kept)
 
         def run(stream: Stream) -> Any:
             nonlocal moved
-            if mover is None or sources is None:
-                return traced()
-            mover.begin(stream, sources)
-            result = traced()
-            moved, places = self._moved(result, call, prepared.bound)
-            if moved:
-                mover.end(stream, places)
+            if mover is not None:
+                mover.begin(stream, sources or [])
+            result = self._run(prepared, call, kept)
+            if mover is not None:
+                moved, places = self._moved(result, call, prepared.bound)
+                if moved:
+                    mover.end(stream, places)
             return result
 
         graph, result = library.capture(run)
@@ -213,6 +209,7 @@ class Maker:
 
     def _run(self, prepared: _Prepared, call: ReadCall, kept: HostSnapshot) -> Any:
         """Runs the function on the inputs of a graph."""
+        kept.begin()  # a second try begins where the first one did
         prepared.attached = self._subject.library.attached(call.state)
         try:
             return self._subject.function(*prepared.args, **prepared.kwargs)
@@ -232,15 +229,12 @@ class Maker:
         made = ChainRun(prepared, builder, random, versions)
         prepared.stage(call.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
-
-        def run(stream: Stream) -> Any:
-            kept.begin()
-            return self._run(prepared, call, kept)
-
         try:
             assert library.chain is not None
-            with told(made.told):
-                made.result, made.why = library.chain(run, made.links)
+            with output_noted(made.told):
+                made.result, made.why = library.chain(
+                    lambda stream: self._run(prepared, call, kept), made.links
+                )
         except (NotGraphable, ContextPoisonedError):
             raise
         except Exception as error:
@@ -525,56 +519,50 @@ class Maker:
         """Points a graph at static memory that has moved; returns why it must be captured again, or
         ""."""
         now = self.bound(call)
-        why = self._cannot_rebind(captured, now)
-        moved = [
-            (a, b)
-            for (a, _), (b, _) in zip(captured.bound.storages, now.storages, strict=False)
-            if a != b
-        ]
-        if moved and not why:
+        moved = self._moved_memory(captured, now)
+        if isinstance(moved, str):
+            return f"memory that it uses has moved{moved}"
+        if moved:
             try:
                 with self._subject.cache.hold(line.name) as run:
                     report = run.rebind(moved)
             except ContextPoisonedError:
                 raise
             except NotHeldError:
-                why = "the graph was evicted"
+                return "the graph was evicted"
             except OstinatoError as error:
-                why = f"memory that it uses has moved, and rebinding failed: {error}"
-            else:
-                if report.left:
-                    left = report.left[0]
-                    why = (
-                        "memory that it uses has moved, and not every word that may point "
-                        f"there could be changed: node {left.node_index} "
-                        f"({left.node_name}), {left.place}: {left.why}"
-                    )
-        if why:
-            return why
-        assert line.counts is not None
-        line.counts.rebound += bool(moved)
-        captured.rebound |= bool(moved)
+                return f"memory that it uses has moved, and rebinding failed: {error}"
+            if report.left:
+                left = report.left[0]
+                return (
+                    "memory that it uses has moved, and not every word that may point there could "
+                    f"be changed: node {left.node_index} ({left.node_name}), {left.place}: "
+                    f"{left.why}"
+                )
+            assert line.counts is not None
+            line.counts.rebound += 1
+            captured.rebound = True
         captured.bound = now
         captured.pointers = self._subject.pointers(call)
         captured.epoch = call.epoch
         return ""
 
-    def _cannot_rebind(self, captured: Captured, now: Bound) -> str:
-        """Describes why a graph cannot be pointed at other memory; empty if it can."""
-        old = captured.bound
-        if now.pattern != old.pattern:
-            return "memory that it uses has moved, and other arrays share memory than before"
-        moved = []
-        for (a, _), (b, _) in zip(old.storages, now.storages, strict=True):
-            if a == b:
-                continue
-            if a.nbytes != b.nbytes or not b.address:
-                return f"memory that it uses has moved: {a.nbytes} bytes before, {b.nbytes} now"
-            moved.append(a)
-        address = self._subject.library.address
-        if any(m.holds(address(leaf)) for m in moved for leaf in captured.outputs):
-            return "memory that it uses has moved, and a result is a view of it"
-        return ""
+    def _moved_memory(
+        self, captured: Captured, now: Bound
+    ) -> list[tuple[MemoryRange, MemoryRange]] | str:
+        """Returns the memory of a graph that has moved, before and now; or how it has moved, if the
+        graph cannot be pointed at the other memory."""
+        if now.pattern != captured.bound.pattern:
+            return ", and other arrays share memory than before"
+        pairs = zip(captured.bound.storages, now.storages, strict=True)
+        moved = [(before, after) for (before, _), (after, _) in pairs if before != after]
+        for before, after in moved:
+            if before.nbytes != after.nbytes or not after.address:
+                return f": {before.nbytes} bytes before, {after.nbytes} now"
+        places = [*map(self._subject.library.address, captured.outputs)]
+        if any(before.holds(place) for before, _ in moved for place in places):
+            return ", and a result is a view of it"
+        return moved
 
 
 def _living(kind: type) -> Iterator[Any]:

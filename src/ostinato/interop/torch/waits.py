@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ostinato import Capture, Graph, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop import captures as rules
-from ostinato.interop.reading.chains import ChainBuilder, Wait, raised, seen
+from ostinato.interop.reading.chains import ChainBuilder, Wait, as_value, error_value
 from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.interop.torch.adopting import adopt_graph
@@ -392,7 +392,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             try:
                 result = func(*args, **kwargs)
             except Exception as error:
-                failed_so = before, raised(error)
+                failed_so = before, error_value(error)
                 self._note_wait(line, failed_so, given, func, inference, [], None)
                 raise
             old = {_storage(leaf) for leaf in _leaves(given) if _is_tensor(leaf)}
@@ -432,7 +432,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 try:
                     made = func(*args, **kwargs)
                 except Exception as error:
-                    return before, raised(error)
+                    return before, error_value(error)
                 found = before, self._value(made)
                 if copies and found == value:
                     new = [leaf for leaf in _flat(made) if _is_tensor(leaf)]
@@ -454,7 +454,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if place is not None:
             call = item or read
         elif item is not None:
-            call = lambda: ((), (seen(item()),))  # noqa: E731
+            call = lambda: ((), (as_value(item()),))  # noqa: E731
         written = frozenset(self._written)
         self._parts.waited(Wait(line, value, call, place, written, self._unseen))
 
@@ -472,7 +472,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         found: list[Hashable] = []
         for leaf in _flat(result):
             if not _is_tensor(leaf):
-                found.append(seen(leaf))
+                found.append(as_value(leaf))
                 continue
             found.append((tuple(leaf.shape), leaf.dtype))
             if not self._is_there(leaf):
