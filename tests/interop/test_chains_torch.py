@@ -9,8 +9,8 @@ import logging
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -578,11 +578,8 @@ class TestOnGpu:
                     if not torch.equal(step(x), function(x)):
                         failed.append(number)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
         assert not failed
 
     def test_a_function_that_is_dropped_gives_its_memory_back(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -613,11 +613,8 @@ def test_two_threads(lib: Lib, make: Make) -> None:
             if found.tobytes() != (numbers(n) * np.float32(by)).tobytes():
                 wrong.append(f"{n} {by} {found}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, range(2)))
     assert not wrong
     assert step.statistics().replays > 10
 

@@ -20,6 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -1505,11 +1506,8 @@ def test_threads_and_hooks(make: Any) -> None:
                 if not torch.equal(step(x), wanted):
                     wrong.append((number, call))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
     assert not wrong
 
 

@@ -4,8 +4,8 @@ copied by them."""
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -261,11 +261,8 @@ def test_threads(step: Any) -> None:
             ):
                 wrong.append((number, start))
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
     assert not wrong
 
 
