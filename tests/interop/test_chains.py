@@ -12,8 +12,8 @@ import pytest
 
 import ostinato as ost
 from ostinato.errors import EagerRunError, StateLostError
-from ostinato.interop import graphed as door
 from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading import records
 from ostinato.interop.reading.chains import Chain
 from tests.interop.library import Array, Lib
 
@@ -24,7 +24,7 @@ Make = Callable[..., Graphed]
 def lib(lib: Lib, monkeypatch: pytest.MonkeyPatch) -> Lib:
     """A library whose functions may be chains, however long these take."""
     lib.chains = True
-    monkeypatch.setattr(door, "_GAIN", float("inf"))
+    monkeypatch.setattr(records, "_GAIN", float("inf"))
     return lib
 
 
@@ -151,7 +151,7 @@ def test_values_that_never_repeat_end_the_chains(lib: Lib, make: Make) -> None:
 def test_a_chain_that_is_not_faster_is_given_up_with_both_times(
     lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_GAIN", 0.0)
+    monkeypatch.setattr(records, "_GAIN", 0.0)
 
     def function(x: Array) -> Array:
         x.numpy()

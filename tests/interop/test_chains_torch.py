@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ostinato.device import Device
-from ostinato.interop import graphed as door
+from ostinato.interop.reading import records
 from ostinato.interop.reading.chains import as_value
 from tests.processes import child_environment
 
@@ -38,7 +38,7 @@ def where(device: Device) -> str:
 def make(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes graphed functions, whose chains are kept, however long they take."""
     made: list[Any] = []
-    monkeypatch.setattr(door, "_GAIN", float("inf"))
+    monkeypatch.setattr(records, "_GAIN", float("inf"))
 
     def graphed(function: Any, **options: Any) -> Any:
         if device.driver.name == "host":

@@ -66,7 +66,7 @@ from ostinato.interop.reading.recheck import (
     eager,
     recheck,
 )
-from ostinato.interop.reading.records import Captured, Line, ReadCall, Waiting
+from ostinato.interop.reading.records import TRIALS, Captured, Line, ReadCall, Waiting
 from ostinato.interop.reading.saving import Saving
 from ostinato.interop.reading.slots import Maker, Raised
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
@@ -89,14 +89,6 @@ _FULL = (
 )
 _MOST_CHAINS = 8
 """The most chains of a key, each for other values that the host sees."""
-_MOST_FAILURES = 8
-"""A key is given up after this many builds in a row that made no chain."""
-_TRIALS = 3
-"""The number of eager runs, and of calls by a chain, that are timed, to compare them."""
-_MORE_TRIALS = 12
-"""The number of calls by a chain that are timed before the chain is given up as slower."""
-_GAIN = 0.95
-"""A chain is kept if it takes at most this part of the time of an eager run."""
 _STRANGE = 16
 """A key is given up after more calls than this whose values no chain has, plus four for each call
 that a chain served."""
@@ -346,7 +338,7 @@ class Graphed(Guarded, Closeable):
         """Makes a call that waits: by the chain that has its values, by a new chain, or eagerly.
         Returns EAGER if the caller must run it."""
         strict = self._options.strict
-        if len(waiting.eager) < _TRIALS and not strict:
+        if len(waiting.eager) < TRIALS and not strict:
             return self._timed(line, waiting, given)
         values: tuple[Hashable, ...] = ()
         where, timed = "", not (waiting.weighed or strict)
@@ -370,8 +362,9 @@ class Graphed(Guarded, Closeable):
                 return work.result
             if timed:
                 self._library.stream().synchronize()
-                waiting.chained.append(time.perf_counter() - began)
-                self._weigh(line, waiting, captured.chain.words)
+                why = waiting.weigh(time.perf_counter() - began, captured.chain.words)
+                if why:
+                    self._unchain(line, waiting, why)
             elif not work.slow:
                 each.unmatched += 1
                 if not each.unmatched & (each.unmatched - 1):
@@ -392,19 +385,6 @@ class Graphed(Guarded, Closeable):
         stream.synchronize()
         waiting.eager.append(time.perf_counter() - began)
         return result
-
-    def _weigh(self, line: Line, waiting: Waiting, words: str) -> None:
-        """Gives a key up if enough timed calls show that its chain is no faster than eager runs."""
-        chained, eager = min(waiting.chained), min(waiting.eager)
-        slower, count = chained > _GAIN * eager, len(waiting.chained)
-        waiting.weighed = count >= (_MORE_TRIALS if slower else _TRIALS)
-        if waiting.weighed and slower:
-            self._unchain(
-                line,
-                waiting,
-                f"as a chain ({words}) a call takes {1e6 * chained:.0f} µs, and eagerly "
-                f"{1e6 * eager:.0f} µs",
-            )
 
     def _unchain(self, line: Line, waiting: Waiting, why: str) -> None:
         """Gives up a key with chains, and drops these."""
@@ -439,18 +419,10 @@ class Graphed(Guarded, Closeable):
             waiting.chains.insert(0, chain)
         work = self._decided(chain, given)
         if work.ran:  # False while the engine waits with another build, for lack of memory
-            self._note_build(line, waiting, chain)
+            why = waiting.note_build(chain)
+            if why:
+                self._unchain(line, waiting, why)
         return work.result
-
-    def _note_build(self, line: Line, waiting: Waiting, chain: Line) -> None:
-        """Gives a key up after a build that cannot succeed, or too many that did not."""
-        if chain.captured() is not None:
-            waiting.failures = 0
-            return
-        waiting.failures += 1
-        why = chain.reason
-        if why or waiting.failures >= _MOST_FAILURES:
-            self._unchain(line, waiting, why or chain.unbound or "no chain of graphs could be made")
 
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -15,6 +15,15 @@ from ostinato.interop.reading.padding import DynamicAxis
 from ostinato.interop.reading.trees import Tree
 from ostinato.lowlevel import Call
 
+_MOST_FAILURES = 8
+"""A key is given up after this many builds in a row that made no chain."""
+TRIALS = 3
+"""The number of eager runs, and of calls by a chain, that are timed, to compare them."""
+_MORE_TRIALS = 12
+"""The number of calls by a chain that are timed before the chain is given up as slower."""
+_GAIN = 0.95
+"""A chain is kept if it takes at most this part of the time of an eager run."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
@@ -104,7 +113,7 @@ class Waiting:
     Each chain has a line of its own, and serves the calls in which the host sees its values."""
 
     why: str
-    """The reason why they are no single graph."""
+    """The reason why the calls cannot be one graph."""
     chains: list[Line] = field(default_factory=list)
     """The last used first."""
     failures: int = 0
@@ -112,19 +121,42 @@ class Waiting:
     strange: int = 0
     """Calls in which the host saw values of no chain."""
     eager: list[float] = field(default_factory=list)
-    """Seconds of eager runs, with the wait for the device at their end."""
+    """Seconds of eager runs, each with a wait for the device at its end."""
     chained: list[float] = field(default_factory=list)
-    """Seconds of calls that a chain served, likewise."""
+    """Seconds of calls that a chain served, each with such a wait."""
     weighed: bool = False
-    """True if these were compared."""
+    """True if the times were compared, and no more are taken."""
     results: dict[Hashable, list[Hashable]] = field(default_factory=dict)
     """Tokens of the last result by the values of the waits, if they are not those of the warm-up.
     A chain is kept if they come again."""
 
+    def weigh(self, seconds: float, words: str) -> str:
+        """Notes the time of a call that a chain served.  Returns the reason why the key is given
+        up, if enough calls show that its chains are no faster than eager runs; else ""."""
+        self.chained.append(seconds)
+        chained, eager = min(self.chained), min(self.eager)
+        slower, count = chained > _GAIN * eager, len(self.chained)
+        self.weighed = count >= (_MORE_TRIALS if slower else TRIALS)
+        if not (self.weighed and slower):
+            return ""
+        times = f"{1e6 * chained:.0f} µs, and eagerly {1e6 * eager:.0f} µs"
+        return f"as a chain ({words}) a call takes {times}"
+
+    def note_build(self, chain: Line) -> str:
+        """Notes that a chain was built, or not.  Returns the reason why the key is given up, if no
+        build can succeed or too many did not; else ""."""
+        if chain.captured() is not None:
+            self.failures = 0
+            return ""
+        self.failures += 1
+        if not chain.reason and self.failures < _MOST_FAILURES:
+            return ""
+        return chain.reason or chain.unbound or "no chain of graphs could be made"
+
 
 @dataclass(slots=True, eq=False)
 class Line(Call):
-    """The state of one key."""
+    """The state of one key: a line of the table that `explain` returns."""
 
     words: str = ""
     refused: str = ""
