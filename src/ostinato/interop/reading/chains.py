@@ -6,10 +6,10 @@ index, a check of errors.  No graph can hold it.  A chain is built while the fun
 capture begins.  So Python runs once, and sees true values.
 
 A replay launches the first graph, runs the operation that waited on the same memory, and compares
-what the host would see now with what Python saw.  If that is equal, bit for bit, it goes on with
-the next graph.  Python runs in no replay, so another value ends it (`Diverged`): the memory that
-the graphs have written so far is put back, and the call goes another way from its start.  A value
-with which Python does nothing but return it (`tails.py`) is not compared: a replay returns its own.
+what the host would see now with what Python saw.  If the two are equal bit for bit, it launches the
+next graph.  Another value ends the replay (`Diverged`), since Python does not run in it: the memory
+that the graphs have written is put back, and the call is made in another way from its start.  A
+value that Python only returns (`tails.py`) is not compared: a replay returns its own.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class Wait:
     value: Hashable
     """The value that the host saw when the chain was built, bit for bit (`as_value`)."""
     again: Callable[[], Any]
-    """A function that runs the operation again, on the memory of the chain, and returns what the
-    host sees now.  If that is equal to `value`, the results for later graphs are in place."""
+    """A function that runs the operation again on the memory of the chain, and returns what the
+    host sees now.  If that is equal to `value`, later graphs find the operation's results."""
     place: ResultPlace | None = None
-    """The places of the value in the call's result, if nothing else is done with it: then `again`
-    returns the value itself, which is not compared."""
+    """The places of the value in the call's result, if Python only returns it: then `again` returns
+    the value itself, which is not compared.  Else None."""
     written: frozenset[int] = frozenset()
-    """Addresses of the memory that operations of the call have written so far; without the memory
-    that they allocated themselves."""
+    """Addresses of the memory that the call has written before the wait, without the memory that
+    its operations allocated."""
     unseen: str = ""
-    """The line of work so far of which the library does not know what it writes; or empty."""
+    """The line of work before the wait of which the library does not know what it writes; or
+    empty."""
 
     @property
     def compared(self) -> bool:
@@ -86,7 +87,8 @@ class Chain:
     draws: bool = False
     """True if the call draws random numbers before its last compared wait."""
     complete: bool = True
-    """True if all memory is as before once these are put back, wherever a replay ends."""
+    """True if putting back `saved` and the generators restores all memory, wherever a replay
+    ends."""
     places: list[ResultPlace] = field(init=False)
     """The places in the result of the values that are not compared, in the order of `run`."""
     values: tuple[Hashable, ...] = field(init=False)
@@ -120,7 +122,7 @@ class Chain:
         return fresh
 
     def stop(self, error: object) -> None:
-        """Raises StateLostError if a replay cannot be put back after a graph was refused."""
+        """Raises StateLostError if memory cannot be put back after a graph was refused."""
         if not self.complete:
             raise StateLostError(
                 f"a graph of a call was refused after others had run ({error}), and what these "

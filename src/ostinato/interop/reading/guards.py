@@ -1,9 +1,8 @@
-"""Guards: read again what a function uses besides its arguments, as far as its code shows that.
+"""Guards: read at each call what a function uses besides its arguments, as its code shows it.
 
 Pure.  A graph freezes what the function read while it was captured: a number of its closure, a
-global, an attribute of the object that it is a method of, a weight's address.  A guard reads these
-again at each call.  Plain values become part of the key.  Arrays are watched: the graph is bound
-anew when one moves.
+global, an attribute of the object that it is a method of, a weight's address.  Plain values become
+part of the key; arrays are watched, and the graph is bound anew when one moves.
 
 A guard reads, for the function, for those that it wraps (`functools.wraps`), and for functions of
 the user's that they may call: closure cells, default values, globals that the code names (also
@@ -80,11 +79,11 @@ Trail: TypeAlias = tuple[Any, ...]
 
 
 class Walker:
-    """A receiver of all that a function uses, in order (`Guards.walk`).  A method that a subclass
-    does not define ignores what it is given."""
+    """A receiver of all that a function uses, in order (`Guards.walk`).  A method ignores what it is
+    given, unless a subclass defines it."""
 
     def start(self) -> None:
-        """Begins a place of the function, or, once at the end, the places of called functions."""
+        """Begins a place of the function, and at the end once the places of called functions."""
 
     def place(self, place: ReadPlace, value: Any) -> None:
         pass
@@ -115,11 +114,10 @@ class Walker:
         """Receives an object that is compared by its content, of which `token` is made."""
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
-        """Receives any other object, before those of its attributes that are read: `inside`, or
-        None.
+        """Receives any other object, before its attributes that are read: `inside`, or None.
 
-        `inner`: the object is inside another one, and these are the attributes that the code
-        names."""
+        `inner`: the object is inside another one; of such an object the attributes that the code
+        names are read."""
 
     def items(self, path: Trail, value: Any, head: Hashable, items: list[Any]) -> None:
         """Receives the items of an object that is also a container, before they are read."""
@@ -131,7 +129,7 @@ class Seen(NamedTuple):  # made in each call; a dataclass takes twice as long
     tokens: tuple[Hashable, ...]
     arrays: list[Any]
     starts: list[tuple[int, int]]
-    """The numbers of tokens and arrays before each place, and before the functions called."""
+    """The numbers of tokens and arrays before each place, and before the called functions."""
 
 
 class Guarded(Watch):
@@ -264,10 +262,10 @@ class _Met(set[int]):
     def __init__(self) -> None:
         super().__init__()
         self.called: list[tuple[types.FunctionType, bool]] = []
-        """The user's functions that may be called, and whether that is unlikely: those of a class
-        that the code names, perhaps for `isinstance` alone."""
+        """The user's functions that may be called, each with whether that is unlikely: the code
+        may name the class of the function for `isinstance` alone."""
         self.kinds: set[tuple[type, bool]] = set()
-        """Classes whose methods the walker has received, and whether as unlikely to be called."""
+        """Classes whose methods the walker has received, likewise."""
         self._called: set[tuple[types.FunctionType, bool]] = set()
 
     def call(self, functions: Iterable[types.FunctionType], *, hardly: bool = False) -> None:
@@ -337,7 +335,7 @@ class Guards:
 
     @property
     def named(self) -> frozenset[str]:
-        """Attributes that the code names, as far as they were found so far."""
+        """The attributes that the code names, as far as they have been found."""
         return frozenset(self._named)
 
     def read(self) -> Seen:
@@ -351,7 +349,7 @@ class Guards:
             known = len(self._named)
             reading = Reading(self.serial)
             met = self.walk(reading)
-        if len(self._known) > 2 * len(met) + 64:  # most records are of no use any more
+        if len(self._known) > 2 * len(met) + 64:  # most records are not used any more
             # Over a set made at once: `_Drops` may remove entries while this runs.
             for key in {*self._known} - met:
                 self._known.pop(key, None)
@@ -552,7 +550,7 @@ class Guards:
 
     def _visit_methods(self, walker: Walker, kind: Any, met: _Met, *, hardly: bool) -> None:
         """Visits the methods of a class of the user's that may be called.  `hardly`: the code names
-        the class itself, so its constructor may be called too."""
+        the class itself.  Its constructor may be called, which is unlikely."""
         named, known = self._named, self._learned.get((kind, hardly))
         found = {} if known is None else methods_of(kind, known.names)
         if known is None or known.named != len(named) or known.found != found:
@@ -626,8 +624,8 @@ class Guards:
         return naming.names
 
     def explain(self, before: Seen, after: Seen) -> list[str]:
-        """Returns the names of what differs between two readings, of which the second was made just
-        now; empty if nothing does."""
+        """Returns the names of what differs between two readings; empty if nothing does.  `after`
+        was made just now."""
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
             return []
         if len(before.tokens) == len(after.tokens):
@@ -718,11 +716,11 @@ class _Moving(Unknown):
 
     def __init__(self, path: str, value: object, what: str) -> None:
         super().__init__(path, value)
-        self.args = path, value, what
+        self._what = what
 
     def __str__(self) -> str:
         kind = type(self.value).__qualname__
-        return f"{self.path} is {self.args[2]} ({kind}), which a replay would not move on"
+        return f"{self.path} is {self._what} ({kind}), which a replay would not advance"
 
 
 def in_words(path: Trail) -> str:
@@ -740,11 +738,8 @@ def _itself(value: object) -> object:
 
 def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
     """Returns the tokens and the arrays of each place."""
-    ends = [*seen.starts[1:], (len(seen.tokens), len(seen.arrays))]
-    return [
-        (seen.tokens[a:b], seen.arrays[c:d])
-        for (a, c), (b, d) in zip(seen.starts, ends, strict=True)
-    ]
+    places = itertools.pairwise([*seen.starts, (len(seen.tokens), len(seen.arrays))])
+    return [(seen.tokens[a:b], seen.arrays[c:d]) for (a, c), (b, d) in places]
 
 
 def contents_of(value: Any) -> Hashable | None:

@@ -1,5 +1,7 @@
-"""A snapshot of host state that a run of a function may change, put back if the run does not count:
-a capture that fails has run Python, while its work on the device did not happen."""
+"""A snapshot of the host state that a run of a function may change.
+
+It is put back after a capture that failed: Python has run, but nothing on the device.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from ostinato.interop.reading.places import ReadPlace
 
 
 class HostSnapshot(Walker):
-    """The content of all host objects that it is shown.  The memory of arrays is left out, since no
-    capture writes it.
+    """The content of the host objects that are noted in it, without the memory of arrays, which no
+    capture writes.
 
-    Puts back only what changes between `begin` and `end`: other threads may change the same
-    objects."""
+    Puts back only what has changed between `begin` and `end`: other threads may change the same
+    objects later."""
 
     def __init__(self, note: Callable[[HostSnapshot], None]) -> None:
         """`note`: notes everything that the run may change."""
@@ -30,7 +32,7 @@ class HostSnapshot(Walker):
         self._held: dict[int, tuple[Any, Any]] = {}
         """Objects with content, and that content, by the object's address."""
         self._named: list[tuple[Any, str, Any]] = []
-        """Dicts, and objects without one of their own, a name in each, and its value."""
+        """Dicts and other objects, each with the name of an item or attribute and its value."""
         self._guards: list[Guards] = []
         self._names: set[str] = set()
         """Attributes that the code names."""

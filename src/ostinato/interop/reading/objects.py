@@ -69,11 +69,11 @@ class WatchingLibrary(Arrays, Protocol):
 
 
 class Missing:
-    """The stand-in for a global that is not defined, and for a variable or a slot without value."""
+    """Stands for the value of an undefined global, and of a variable or a slot without a value."""
 
 
 def of_standard_library(kind: type) -> bool:
-    """True if a class is Python's own.  A class that `exec` made may claim to be built in."""
+    """True if a class is Python's own.  `exec` makes classes whose module is "builtins"."""
     module = kind.__module__
     if module == "builtins":
         return not made_in_python(kind)

@@ -1,9 +1,10 @@
 """A short way for calls like the last: C compares what their key is made of, and makes no key.
 
 After a replay by the key, `recheck` reads once more what the key is made of, and notes the place of
-each value.  `ShortWay.match` compares all of it with a later call (`_recheck.c`).  The comparison
-is stricter than the key (another object of the same value does not match), never laxer: a call that
-does not match goes by the key.  A key with a value that cannot be noted has no short way.
+each value.  `ShortWay.match` compares all of it with a later call (`_recheck.c`).  A call that does
+not match goes by the key.  The comparison may refuse a call of the same key (another object of the
+same value), but accepts none of another key.  A key with a value that cannot be noted has no short
+way.
 """
 
 from __future__ import annotations
@@ -130,13 +131,13 @@ class Checks:
             raise Inexpressible
 
     def calls(self, functions: Sequence[Callable[[], Any]]) -> tuple[Any, ...]:
-        """Checks that functions return what they return now; returns that."""
+        """Checks that functions return what they return now; returns the values."""
         values = tuple([function() for function in functions])
         self._add("CALLS", -1, None, functions, values)
         return values
 
     def each(self, function: Callable[[Any], Any], arrays: Sequence[Any]) -> list[Any]:
-        """Checks that a function returns for each array what it returns now; returns that."""
+        """Checks that a function returns for each array what it returns now; returns the values."""
         values = [*map(function, arrays)]
         self._add_once("ADDRESSES", function, arrays, values)
         return values
@@ -346,7 +347,7 @@ class _Noting(Reading):
 
 def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
     """Notes the places of what a watch reads; appends that to `tokens` and `arrays`."""
-    # Looked up on the type: a watch may pass attributes that it lacks on to the module it watches.
+    # Read from the type: a graphed module passes attributes that it lacks on to its module.
     note = getattr(type(watch), "note", None)
     if note is None:
         raise Inexpressible
@@ -354,7 +355,7 @@ def _note(watch: Watch, checks: Checks, tokens: list[Hashable], arrays: list[Any
 
 
 class SameItems:
-    """A function that is true while a container holds the same objects as now."""
+    """A function that returns True if a container holds the objects that it held at first."""
 
     def __init__(self, value: Any) -> None:
         self._items = items_in(value) or []
@@ -364,7 +365,7 @@ class SameItems:
 
 
 class _Holds:
-    """A function that is true while a context variable or a weak reference holds `content`."""
+    """A function that returns True if a context variable or a weak reference holds `content`."""
 
     def __init__(self, content: Any) -> None:
         self._content = content
@@ -385,7 +386,7 @@ class Way(Protocol):
     """A whole call by a short way: in C if the graph copies its arrays itself, else `_Way`."""
 
     count: int
-    """Replays so far."""
+    """The number of replays."""
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Returns the result of a replay; MISSED if the call does not match.  Raises as a replay
@@ -393,7 +394,7 @@ class Way(Protocol):
         ...
 
     def end(self) -> None:
-        """Ends the way: every later call is MISSED."""
+        """Makes each later call return MISSED."""
         ...
 
 
@@ -425,7 +426,7 @@ class _Way:
                 return MISSED
             try:
                 places = [*map(self._library.address, leaves)]
-            except Exception:  # an array without memory of its own: the key gives the reason
+            except Exception:  # raised for an array without memory of its own
                 return MISSED
             if any(r.holds(a) for a in places for r in self._written):
                 return MISSED
@@ -437,7 +438,7 @@ class _Way:
             if captured.chain is not None:
                 try:
                     fresh = captured.chain.run(self._stream)
-                except (Diverged, NotLaunched):  # it has nothing to put back
+                except (Diverged, NotLaunched):  # nothing to put back: see `recheck`
                     return MISSED
             if not self._replay(captured.chain):
                 return MISSED
@@ -505,7 +506,7 @@ class ShortWay:
         self.line.unmatched >>= min(new // TIMED, 64)
 
     def end(self) -> None:
-        """Ends the short way: no later call takes it."""
+        """Makes each later call miss the short way."""
         self.way.end()
         self.count()
 
@@ -522,7 +523,7 @@ def checked(
     seen: tuple[list[Any], list[int], Hashable],
     note: Callable[[Checks], None],
 ) -> Any:
-    """Returns an object whose `match` compares calls with this one, which its key has just served;
+    """Returns an object whose `match` compares calls with this one, which was just made by its key;
     None if C cannot compare them.
 
     `attached`: the gradients that the graph sets.  `seen`: the guarded arrays, their addresses, and

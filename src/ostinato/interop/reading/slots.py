@@ -30,7 +30,7 @@ _MOST_RESULTS = 64
 
 @dataclass(slots=True, eq=False)
 class _Prepared:
-    """The inputs of a graph, and what was there before the function ran on them."""
+    """The inputs of a graph, and the state before the function runs on them."""
 
     inputs: list[Any]
     args: tuple[Any, ...]
@@ -126,14 +126,13 @@ class Maker:
         return Bound(list(found.values()), pattern)
 
     def clones(self, leaves: Sequence[Any], bound: Bound) -> list[bool]:
-        """Returns a flag for each output: true if it lies in the graph's own memory and is
-        copied."""
+        """Returns for each output whether it is copied: it lies in the graph's own memory."""
         address = self._subject.library.address
         static = [memory for memory, _ in bound.storages]
         return [not any(m.nbytes and m.holds(address(leaf)) for m in static) for leaf in leaves]
 
     def changed(self, arrays: Sequence[Any], versions: Sequence[int | None]) -> set[int]:
-        """Returns the indices of the arrays that were written, or may have been, since they had
+        """Returns the indices of the arrays that were, or may have been, written since they had
         these versions."""
         version = self._subject.library.version
         return {
@@ -144,7 +143,7 @@ class Maker:
 
     # --- captures
     def _prepare(self, call: ReadCall) -> _Prepared:
-        """Makes the inputs of a graph, and notes what is there before a run on them.  Raises
+        """Makes the inputs of a graph, and notes the state before a run on them.  Raises
         NotGraphable."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
@@ -386,10 +385,10 @@ class Maker:
     def _memory_around(self) -> list[tuple[MemoryRange, object]]:
         """Returns the memory of all arrays in the process, each piece with its owner.
 
-        A capture may read any of it, and only the words of the graph show what it reads: no mode of
-        a library sees kernels of Triton and of extensions, and a mode would change what other
-        functions do.  All of it is kept while the capture lasts, so that an address in the graph is
-        an address of this memory and not of later memory in its place."""
+        A capture may read any of it.  Only the words of its graph show what it reads: no mode of a
+        library sees kernels of Triton and of extensions, and a mode would change what other
+        functions do.  The caller keeps all of it until the capture has ended, so that an address in
+        the graph is an address of this memory, not of later memory in its place."""
         library = self._subject.library
         return [piece for each in _living(library.array_type) for piece in library.memory(each)]
 
@@ -566,7 +565,7 @@ class Maker:
 
 
 def _living(kind: type) -> Iterator[Any]:
-    """Yields the objects of a class and its subclasses that Python's garbage collector tracks."""
+    """Yields the objects of a class and its subclasses that the garbage collector tracks."""
     kinds, left = {id(kind)}, [kind]
     while left:
         found: list[type] = type.__subclasses__(left.pop())
@@ -582,7 +581,7 @@ def _pointed_at(
 ) -> list[object]:
     """Returns the owners of memory that a graph points at, without `bound`, which may move.
 
-    A number that equals an address keeps memory too long, and has no other effect."""
+    A number that equals an address by chance keeps memory longer, and has no other effect."""
     words = _words(nodes)
     others = {memory.address for memory, _ in bound.storages}
     found = [(memory, keeper) for memory, keeper in around if memory.address not in others]

@@ -1,4 +1,4 @@
-"""Graphs of a graphed function in a folder: what is written of a key, and how it is found again.
+"""Graphs of a graphed function in a folder: what a key's file holds, and how a key is found again.
 
 A file (`ostinato.GraphStore`) holds a graph, and names its memory: `input 0`, … are the buffers of
 a call's arrays, `output 0`, … the memory of its results; the arrays that the function uses have the
@@ -198,7 +198,8 @@ decorator's wrapper has that of the function inside."""
 
 
 def _collect(value: Any, found: _Found, seen: set[int], *, inner: bool = True) -> None:
-    """Adds digests of code, or versions, by name; for an `inner` function also what it uses."""
+    """Adds digests of code, or versions, by name.  `inner`: also plain values, default values and
+    arguments of partials that the function uses."""
     while isinstance(value, functools.partial | types.MethodType):
         if isinstance(value, functools.partial):
             if inner:
