@@ -20,14 +20,15 @@ CACHE_NAMES = ("cache", "past_key_values")
 _PROCESSORS = "transformers.generation.logits_process"
 _CRITERIA = "transformers.generation.stopping_criteria"
 _CACHES = ("transformers.cache_utils.DynamicCache", "transformers.cache_utils.StaticCache")
-# The steps of the decoder's sampler, in order.  The first one also applies to greedy decoding.
-_ORDER = (
-    "RepetitionPenaltyLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-)
+# The steps of the decoder's sampler, in order, each with its option and the attribute that has the
+# value.  The first one also applies to greedy decoding.
+_STEPS = {
+    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+    "TemperatureLogitsWarper": ("temperature", "temperature"),
+    "TopKLogitsWarper": ("top_k", "top_k"),
+    "TopPLogitsWarper": ("top_p", "top_p"),
+    "MinPLogitsWarper": ("min_p", "min_p"),
+}
 _MODES = ("greedy_search", "sample")
 # Arguments of `generate` that change what it does, besides those in its configuration.
 _ARGUMENTS = (
@@ -122,31 +123,24 @@ def wanted(processors: Iterable[Any], criteria: Iterable[Any], *, draws: bool) -
 
 def _sampling(processors: Iterable[Any], draws: bool) -> SamplingOptions:
     options: dict[str, Any] = {"temperature": 1.0 if draws else 0.0}
-    last = -1
+    last, order = -1, [*_STEPS]
     for one in processors:
         kind = type(one).__name__
-        known = _name(one) == f"{_PROCESSORS}.{kind}" and kind in _ORDER
-        if not known or (_ORDER.index(kind) > 0 and not draws):
+        known = _name(one) == f"{_PROCESSORS}.{kind}" and kind in order
+        if not known or (order.index(kind) > 0 and not draws):
             raise NotCovered(f"the logits processor {kind}")
-        if _ORDER.index(kind) <= last:
+        if order.index(kind) <= last:
             raise NotCovered("the order of the logits processors")
-        last = _ORDER.index(kind)
+        last = order.index(kind)
         if getattr(one, "filter_value", -math.inf) != -math.inf:
             raise NotCovered(f"a filter_value of {kind}")
-        if kind == "TopKLogitsWarper":
-            options["top_k"] = one.top_k
-            continue
-        if getattr(one, "min_tokens_to_keep", 1) != 1:
+        # A top_k is at least its min_tokens_to_keep.
+        if kind != "TopKLogitsWarper" and getattr(one, "min_tokens_to_keep", 1) != 1:
             raise NotCovered(f"min_tokens_to_keep of {kind}")
         ignored: Any = getattr(one, "prompt_ignore_length", None)
         if any(ignored.tolist()) if hasattr(ignored, "tolist") else ignored:  # one a row, or one
             raise NotCovered(f"prompt_ignore_length of {kind}")
-        name, attribute = {
-            "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
-            "TemperatureLogitsWarper": ("temperature", "temperature"),
-            "TopPLogitsWarper": ("top_p", "top_p"),
-            "MinPLogitsWarper": ("min_p", "min_p"),
-        }[kind]
+        name, attribute = _STEPS[kind]
         options[name] = getattr(one, attribute)
     try:
         return SamplingOptions(**options)

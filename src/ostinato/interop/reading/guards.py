@@ -79,8 +79,8 @@ Trail: TypeAlias = tuple[Any, ...]
 
 
 class Walker:
-    """A receiver of all that a function uses, in order (`Guards.walk`).  A method ignores what it is
-    given, unless a subclass defines it."""
+    """A receiver of all that a function uses, in order (`Guards.walk`).  A method that a subclass
+    does not define does nothing."""
 
     def start(self) -> None:
         """Begins a place of the function, and at the end once the places of called functions."""
@@ -286,17 +286,12 @@ class _Methods(NamedTuple):
     """The functions of the methods, and those that these call."""
 
 
-class _Drops:
-    """A callback that removes the record of an object when the object is destroyed."""
-
-    def __init__(self, known: dict[int, _Known], key: int) -> None:
-        self._known, self._key = known, key
-
-    def __call__(self, reference: object) -> None:
-        known = self._known.get(self._key)
-        # Another object may have this address, and so this key, by now.
-        if known is not None and known.itself is reference:
-            del self._known[self._key]
+def _drop(known: dict[int, _Known], key: int, reference: object) -> None:
+    """Removes the record of an object that is destroyed."""
+    found = known.get(key)
+    # Another object may have this address, and so this key, by now.
+    if found is not None and found.itself is reference:
+        del known[key]
 
 
 class Guards:
@@ -350,7 +345,7 @@ class Guards:
             reading = Reading(self.serial)
             met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most records are not used any more
-            # Over a set made at once: `_Drops` may remove entries while this runs.
+            # Over a set made at once: `_drop` may remove entries while this runs.
             for key in {*self._known} - met:
                 self._known.pop(key, None)
         return Seen(tuple(reading.tokens), reading.arrays, reading.starts)
@@ -610,7 +605,8 @@ class Guards:
             itself: Callable[[], object] = functools.partial(_itself, value)
             if not isinstance(value, self._library.held):
                 with contextlib.suppress(TypeError):  # no weak references
-                    itself = weakref.ref(value, _Drops(self._known, id(value)))
+                    drop = functools.partial(_drop, self._known, id(value))
+                    itself = weakref.ref(value, drop)
             known = self._known[id(value)] = _Known(itself, next(self._serials), watch)
             for kind, name in () if watch is None else watch.methods():
                 self._named |= names_in_method(kind, name)
