@@ -19,7 +19,7 @@ import pytest
 import ostinato as ost
 from ostinato.errors import InputError
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading import stored
+from ostinato.interop.reading import saving, stored
 from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
@@ -362,7 +362,7 @@ def test_hostile_facts(
 ) -> None:
     dumps = json.dumps
     monkeypatch.setattr(
-        stored, "json", SimpleNamespace(loads=json.loads, dumps=lambda f, **k: dumps(f | change))
+        saving, "json", SimpleNamespace(loads=json.loads, dumps=lambda f, **k: dumps(f | change))
     )
     saved(make(scaled(lib, lib.array(numbers(1)))), lib.array(numbers()))
     step = make(scaled(lib, lib.array(numbers(9))))

@@ -981,7 +981,7 @@ class _Work(Work):
         line.warmed = True
         if not given.sizes:
             with suppress(OutOfMemoryError):  # the capture makes it then
-                maker.mover()  # now, since memory is measured around a capture
+                _ = maker.mover  # now, since memory is measured around a capture
 
     def warm_ups(self, counts: Counts) -> int:
         return int(self.call.warmed)

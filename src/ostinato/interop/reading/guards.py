@@ -56,7 +56,7 @@ from ostinato.interop.reading.places import (
     names_in_method,
     own_bases,
     places_of,
-    places_of_called,
+    places_of_one,
 )
 from ostinato.interop.reading.trees import (
     ATOMS,
@@ -385,7 +385,7 @@ class Guards:
     def _places_of_called(self, function: types.FunctionType) -> tuple[ReadPlace, ...]:
         known = self._called.get(function)
         if known is None or known[0] is not function.__code__:
-            places = places_of_called(function, self._named)
+            places = tuple(places_of_one(function, None, self._named))
             known = self._called[function] = function.__code__, places
         return known[1]
 

@@ -75,17 +75,12 @@ def places_of(
         met.add(id(plain))
         if is_own(plain):
             functions.append(plain)
-        yield from _places_of_one(plain, owner, attributes)
+        yield from places_of_one(plain, owner, attributes)
         plain = getattr(plain, "__wrapped__", None)
         plain = getattr(plain, "__func__", plain)
 
 
-def places_of_called(function: types.FunctionType, attributes: set[str]) -> tuple[ReadPlace, ...]:
-    """Returns the places of a function that the graphed function may call."""
-    return tuple(_places_of_one(function, None, attributes))
-
-
-def _places_of_one(
+def places_of_one(
     function: types.FunctionType, owner: object, named_attributes: set[str]
 ) -> Iterator[ReadPlace]:
     """Yields the places of one function; `owner`: the object that it is a method of."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ostinato import GraphExec, MemoryRange
+import numpy as np
+
+from ostinato import Buffer, GraphExec, MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graphfile import LoadedGraph, Twin
 from ostinato.interop.reading.function import Subject
@@ -120,23 +123,21 @@ class Saving:
             moved = self._memory(twin, pieces)
             if moved[2] != results:
                 raise InputError("a second capture gave results of another layout")
-            named = Twin(other, moved[0] | moved[1])
-            self._stored.save(
+            facts = {
+                "result": result,
+                "outputs": results,
+                "written": sorted(line.written),
+                "state": sorted(line.state),
+                "moved": None if captured.moves is None else [*captured.moves.outputs],
+            }
+            raw = np.frombuffer(json.dumps(facts, allow_nan=False).encode(), np.uint8)
+            written = {f"input {i}": inputs[f"input {i}"] for i in line.written}
+            self._stored.opened(constants).save(
                 line.text,
                 run.graph,
-                {
-                    "result": result,
-                    "outputs": results,
-                    "written": sorted(line.written),
-                    "state": sorted(line.state),
-                    "moved": None if captured.moves is None else [*captured.moves.outputs],
-                },
-                inputs=inputs | state,
-                outputs=outputs
-                | state
-                | {f"input {i}": inputs[f"input {i}"] for i in line.written},
-                constants=constants,
-                twin=named,
+                inputs=inputs | state | {CALL: library.device.array(raw)},
+                outputs=outputs | state | written,
+                twin=Twin(other, moved[0] | moved[1]),
                 check=check,
             )
 
@@ -179,11 +180,11 @@ class Saving:
         memory = {f"input {i}": stored.library.storage(one) for i, one in enumerate(inputs)}
         memory |= {name: piece for name, piece, _ in self._pieces(line, bound)}
         stream = subject.turns.take()
-        found = stored.restore(line.text, {n: m for n, m in memory.items() if m.nbytes}, stream)
-        if found is None:
+        loaded = stored.store.restore(line.text, {n: m for n, m in memory.items() if m.nbytes})
+        if loaded is None:
             return None
-        loaded, facts = found
         try:
+            facts = _facts_of(loaded, stream)
             captured = self._restored(line, call, inputs, bound, loaded, facts)
             loaded.owner = captured
             return loaded.instantiate(upload=stream), captured
@@ -251,3 +252,16 @@ class Saving:
             moves=moves,
             recipes=tuple([library.recipe(outputs[i]) for i in moved or ()]),
         )
+
+
+def _facts_of(loaded: LoadedGraph, stream: Stream) -> dict[str, Any]:
+    """Returns what a file says besides its graph.  Raises ValueError."""
+    try:
+        note = loaded.inputs[CALL]
+        facts = json.loads(bytes(note.to_numpy(stream))) if isinstance(note, Buffer) else None
+        if not isinstance(facts, dict):
+            raise ValueError("they are no object")
+    except (KeyError, ValueError) as error:
+        why = f"the file does not say how its results are put together ({error})"
+        raise ValueError(why) from None
+    return facts

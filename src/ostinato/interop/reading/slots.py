@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -85,13 +86,11 @@ class Maker:
     def __init__(self, subject: Subject, *, keeps: bool) -> None:
         self._subject = subject
         self._keeps = keeps
-        self._movers: list[Mover | None] = []
 
+    @cached_property
     def mover(self) -> Mover | None:
-        """Returns the kernels that copy arrays inside graphs; None if they cannot be compiled."""
-        if not self._movers:
-            self._movers.append(Mover.of(self._subject.library.device))
-        return self._movers[0]
+        """The kernels that copy arrays inside graphs; None if they cannot be compiled."""
+        return Mover.of(self._subject.library.device)
 
     # --- the memory of a graph
     def inputs(self, call: ReadCall) -> list[Any]:
@@ -169,7 +168,7 @@ class Maker:
         prepared = self._prepare(call)
         inputs = prepared.inputs
         sources = None if call.sizes else self._extents(inputs, call.leaves)
-        compiled = self.mover()
+        compiled = self.mover
         mover = None if sources is None else compiled
         moved: tuple[int, ...] = ()
 

@@ -19,7 +19,6 @@ import functools
 import hashlib
 import importlib.metadata
 import inspect
-import json
 import math
 import sys
 import types
@@ -28,11 +27,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
-from ostinato import Buffer, Graph, GraphStore, MemoryRange, Stream
+from ostinato import Buffer, GraphStore, MemoryRange
 from ostinato.errors import InputError
-from ostinato.graphfile import LoadedGraph, Twin
 from ostinato.interop.reading.guards import Guarded, Guards, Trail, Walker, in_words
 from ostinato.interop.reading.library import Library
 from ostinato.interop.reading.objects import Watch
@@ -94,52 +90,16 @@ class Stored:
         self, library: StoringLibrary, folder: str | Path, tag: Sequence[Hashable]
     ) -> None:
         self.library = library
-        self._device = library.device
         self._folder = folder
         self._tag = text_of((_VERSION, *tag, library.release()), library)
-        self.store = GraphStore(library.device, folder, tag=self._tag)
+        self.store = self.opened({})
+        """The store for reading."""
         self.reasons: Counter[str] = Counter()
         """Reasons why keys were not restored, besides those that the store counts."""
 
-    def save(
-        self,
-        key: str,
-        graph: Graph,
-        facts: Mapping[str, Any],
-        *,
-        inputs: Mapping[str, MemoryRange],
-        outputs: Mapping[str, MemoryRange],
-        constants: Mapping[str, MemoryRange],
-        twin: Twin | None,
-        check: bool,
-    ) -> None:
-        """Writes a graph, checked.  Raises GraphFileError and InputError."""
-        raw = json.dumps(facts, allow_nan=False).encode()
-        store = GraphStore(self._device, self._folder, tag=self._tag, constants=constants)
-        note = self._device.array(np.frombuffer(raw, np.uint8))
-        store.save(
-            key, graph, inputs={**inputs, CALL: note}, outputs=outputs, twin=twin, check=check
-        )
-
-    def restore(
-        self, key: str, memory: Mapping[str, MemoryRange], stream: Stream
-    ) -> tuple[LoadedGraph, dict[str, Any]] | None:
-        """Restores a graph over the named memory, with the facts that it was saved with.
-
-        Returns None if none fits, and counts the reason."""
-        loaded = self.store.restore(key, memory)
-        if loaded is None:
-            return None
-        try:
-            note = loaded.inputs[CALL]
-            facts = json.loads(bytes(note.to_numpy(stream))) if isinstance(note, Buffer) else None
-            if not isinstance(facts, dict):
-                raise ValueError("they are no object")
-        except (KeyError, ValueError) as error:
-            loaded.close()
-            self.reasons[f"the file does not say how its results are put together ({error})"] += 1
-            return None
-        return loaded, facts
+    def opened(self, constants: Mapping[str, MemoryRange]) -> GraphStore:
+        """Opens the folder, to write a graph whose file holds these constants."""
+        return GraphStore(self.library.device, self._folder, tag=self._tag, constants=constants)
 
     def all_reasons(self) -> dict[str, int]:
         """Returns the reasons why keys were not restored, with counts."""
