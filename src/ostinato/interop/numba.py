@@ -1,4 +1,4 @@
-"""Numba: its launches on ostinato's streams, its arrays over ostinato's buffers.
+"""Numba: launches its kernels on ostinato's streams, and wraps ostinato's buffers as its arrays.
 
 Numba has no graphs of its own: launch its kernels on `external_stream(stream)` inside
 `ostinato.capture(stream)`.  Run them once before the capture: a first launch compiles and loads.

@@ -1,8 +1,8 @@
-"""Triton: its kernels on ostinato's streams.
+"""Triton: launches its kernels on ostinato's streams.
 
-Triton launches on torch's current stream and takes torch tensors, so this is `interop.torch` with
-one more rule: a kernel compiles and loads at its first launch of each specialisation, and that
-breaks a capture.  `warm` makes that first launch before.
+Triton launches on torch's current stream and takes torch tensors, so this is `interop.torch` and
+`warm`: a kernel compiles and loads at its first launch of each specialisation, which breaks a
+capture, and `warm` makes that launch before.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A file (`ostinato.GraphStore`) holds a graph, and names its memory: `input 0`, … are the buffers of
 a call's arrays, `output 0`, … the memory of its results; the arrays that the function uses have the
-names of their places (`self.layers.0.weight`).  What else a replay needs, such as the form of the
-result, is the content of one more input that no node touches, `the call`.
+names of their places (`self.layers.0.weight`).  One more input that no node touches, `the call`,
+holds what else a replay needs, such as the form of the result.
 
 A key is found again by text that is the same in every process: the call's own key, and all that the
 function uses, without identities.  The text is stricter than the key in memory: it covers code and
@@ -138,9 +138,9 @@ def code_text(function: Any, *, inner: bool = False) -> str:
     """Returns the name of a function or a class, and a digest of its code and of all that the code
     names.
 
-    The digest covers other functions, and the defaults and plain values that these use.  Those of
-    the function itself are covered only if it is `inner`; otherwise they are in the key of a call.
-    Code of installed packages is covered by the versions of the packages."""
+    The digest covers other functions, and the defaults and plain values that these use; for an
+    `inner` function also its own, which are in the key of a call otherwise.  For installed packages
+    it covers their versions."""
     found: _Found = set()
     _collect(function, found, set(), inner=inner)
     text = "\n".join(f"{name} {digest}" for name, digest in sorted(found))

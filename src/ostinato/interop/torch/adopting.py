@@ -1,4 +1,4 @@
-"""PyTorch: its kept graphs adopted, ostinato's streams current in it, tensors over buffers.
+"""PyTorch: adopts its graphs, makes ostinato's streams its current ones, wraps buffers as tensors.
 
 A graph that draws random numbers reads the seed and the offset of each generator from two words of
 device memory.  torch writes them before each of its own replays, and advances the generator by what

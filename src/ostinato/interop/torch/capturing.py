@@ -28,8 +28,8 @@ from ostinato.lowlevel import causes, every_node
 from ostinato.settings import blocking_captures
 
 one_at_a_time = threading.RLock()
-"""Held during a capture: torch cannot make two at a time, and what is switched for one (garbage
-collection, the answer to transformers) counts for the whole process."""
+"""Held during a capture: torch cannot make two at a time, and what is changed for one (garbage
+collection, the answer to transformers) is changed for the whole process."""
 
 _begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
 
@@ -78,19 +78,19 @@ class Captures:
         self.waiting: set[tuple[Any, ...]] = set()
         """Kinds of operations that wait, found when they broke a capture (`waits.py`)."""
         self.by_torch = bool(generators) or _begin_pool is None
-        """True if torch captures: if a capture by ostinato does not suffice (`_capture_here`), or
-        if this torch lets no other code use its pools."""
+        """True if torch captures, because ostinato cannot capture the function (`_capture_here`),
+        or because this torch lets no other code use its pools."""
 
     def beside(self) -> tuple[Any, Stream]:
         """Returns the stream of warm-ups and captures, as torch's object and as ostinato's.
 
-        It is a stream of ostinato, because torch hands out the same few streams again and again:
-        cuBLAS has a workspace for each stream; a graph goes on using its workspace wherever it is
-        replayed, and no other work may use that workspace at the time.
+        It is a stream of ostinato, because torch hands out the same few streams again and again.
+        cuBLAS has a workspace for each stream, which a graph uses wherever it is replayed, and
+        which no other work may use at that time.
 
-        While the process has one Python thread, it is a stream that waits for the legacy default
-        stream, so that work there breaks a capture instead of missing in it.  Work of other threads
-        there would get errors.
+        While the process has one Python thread, the stream waits for the legacy default stream, so
+        that work there breaks a capture instead of missing in it.  Other threads that work there
+        would get errors.
         """
         blocking = blocking_captures() or len(sys._current_frames()) == 1
         if self._side is None or (self._blocking and not blocking):
@@ -458,7 +458,7 @@ class FollowedEvents:
 
     def missing_in(self, *graphs: Graph) -> str:
         """Describes what replays of graphs would leave out; empty if nothing.  Makes the graphs
-        keep the events that their nodes record.  To be called once the function has returned."""
+        keep the events that their nodes record.  Called after the function has returned."""
         if self._waited_in_vain:
             return (
                 f"it waits at {self._waited_in_vain} for an event that was never recorded, and a "

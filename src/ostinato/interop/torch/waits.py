@@ -4,16 +4,16 @@
 are captured; one that waits ends the capture, whose graph is launched, runs, and is noted, and the
 next capture begins.
 
-Most operations that wait are known before they run (`_waits`).  One that is not breaks the capture.
-The GPU has run nothing of it then, so its operations are run once more, eagerly, and the rest of
-the call runs eagerly: the answer is right, and the operation is known in the next build.  Work that
-the mode does not see (kernels of Triton, CuPy, extensions) is found by the nodes that it adds to
-the capture.
+Most operations that wait are known before they run (`_waits`).  Another one breaks the capture, of
+which the GPU has run nothing then: the operations of the capture run once more, eagerly, and so
+does the rest of the call.  The answer is right, and the operation is known in the next build.  Work
+that the mode does not see (kernels of Triton, CuPy, extensions) is found by the nodes that it adds
+to the capture.
 
-Copies of CPU tensors to the GPU wait too.  A CPU tensor that a call has made holds what its code,
-and the values that the host has seen, say, and these are the same in each replay: the copy is made
-once, outside of the captures, and a graph copies from that.  Other CPU tensors are copied in each
-replay, and compared.
+Copies of CPU tensors to the GPU wait too.  The content of a CPU tensor that the call has made
+depends on its code and on the values that the host has seen, which are the same in each replay: it
+is copied once, outside of the captures, and a graph copies from that copy.  Other CPU tensors are
+copied in each replay, and compared.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     to which others are added.  `device`: the device of the captures."""
 
     supports_higher_order_operators = True
-    """True: they run as work that is no operation."""
+    """Such operators run as work that is no operation of torch."""
 
     def __init__(
         self, captor: Captor, parts: ChainBuilder, known: set[Kind], device: torch.device
@@ -130,17 +130,18 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._written: set[int] = set()
         self._unseen = ""
         self._pending: list[torch.Tensor] = []
-        """Tensors over memory that the capture writes and that was there before the run."""
+        """Tensors over memory from before the run that the capture writes."""
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Such memory that was written so far, by address, with a copy from before."""
+        """The memory from before the run that was written so far, by address, each with a copy of
+        its content before."""
         self.why = ""
         """The reason why the run is no chain; empty if it is."""
 
     # --- captures
     def run(self, work: Callable[[], Any]) -> Any:
-        """Runs work in captures.  What it submitted before it raised an error runs too.
+        """Runs work in captures.  If the work raises an error, all that it submitted before runs.
 
-        Raises the errors of the work; NotGraphable for one that a capture has caused, with all
+        Raises the errors of the work; NotGraphable for an error that a capture has caused, with all
         memory as before."""
         self._start()
         try:
@@ -184,7 +185,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             whole.copy_(before)
 
     def _keep(self) -> None:
-        """Copies memory that was there before the run, before it is written first."""
+        """Copies memory from before the run, before it is written for the first time."""
         pending, self._pending = self._pending, []
         for tensor in pending:
             if _storage(tensor) not in self._before:
@@ -497,7 +498,8 @@ _BETWEEN = (__name__, "torch._ops", "torch._compile", "torch._dynamo.eval_frame"
 
 
 def _given(func: Any) -> Gives:
-    """Returns which calls give just what an operation that waits returns (`ResultPlace.of`)."""
+    """Returns a function that tells which calls return only what an operation that waits returns
+    (`ResultPlace.of`)."""
 
     def given(called: Any, count: int) -> Sequence[str] | None:
         if isinstance(called, type) and func is _aten._local_scalar_dense.default:
@@ -524,8 +526,8 @@ _NUMBERS: dict[Any, tuple[str]] = {
 
 
 class _Plain:
-    """A block that runs operations as a dispatch mode has seen them: below autograd and autocast.
-    A class, because a generator would cost a replay microseconds."""
+    """A block that runs operations as a dispatch mode saw them: below autograd and autocast.  It is
+    a class, because a generator would cost a replay microseconds."""
 
     __slots__ = ("_inference", "_open")
 
@@ -579,8 +581,8 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
 
 @contextmanager
 def lifted() -> Iterator[None]:
-    """Makes `torch.tensor(…, device=…)` copy where dispatch modes see it; a setting of the
-    process, which only changes that."""
+    """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see.  It is a
+    setting of the process, and changes nothing else."""
     get = getattr(torch._C, "_only_lift_cpu_tensors", None)
     if get is None:
         yield
@@ -595,8 +597,8 @@ def lifted() -> Iterator[None]:
 
 @contextmanager
 def compiled_parts(found: list[str]) -> Iterator[None]:
-    """Notes the lines that call what torch.compile has made: under a dispatch mode that runs as it
-    was written, by other kernels."""
+    """Notes the lines that call what torch.compile has made, which under a dispatch mode runs as it
+    was written, with other kernels."""
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     question = getattr(module, "is_fx_symbolic_tracing", None)
     if question is None:

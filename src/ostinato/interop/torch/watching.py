@@ -55,8 +55,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
-    """Yields what `forward` reads of the classes of modules: data of the classes, and methods of
-    the user's classes, which may be replaced."""
+    """Yields what `forward` reads of the classes of modules: data, and methods of the user's
+    classes, which may be replaced."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         names = names_in_method(kind, "forward")
         for name in [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]:
@@ -73,7 +73,7 @@ _OF_EVERY = frozenset(vars(torch.nn.Module()))
 
 def _private_names(kind: type) -> frozenset[str]:
     """Returns the attributes whose names begin with _ that `forward` reads of modules of a class:
-    these may tell whether an adapter is on, say.  Those of torch's own classes are never set."""
+    they may say whether an adapter is on.  Empty for torch's own classes, which never set any."""
     if kind.__module__.partition(".")[0] == "torch":
         return frozenset()
     return names_in_method(kind, "forward") - _OF_EVERY
@@ -103,8 +103,7 @@ class ModuleWatch(Watch):
         self._find()
 
     def _find(self) -> None:
-        """Finds the places to read, and gives the content a version; equal content has the same
-        version, also in another module."""
+        """Finds the places to read, and the version of the content (`version_of`)."""
         if any(_value(each) is not value for each, value in self._of_kinds):
             forget_methods()
         named = dict(self._module().named_modules())  # type: ignore[union-attr]

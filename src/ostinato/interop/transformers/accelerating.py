@@ -446,7 +446,7 @@ def _settings_of(model: Any) -> list[Any]:
     """Returns the classes of modules, and what they compute with besides tensors: settings of their
     own, and the config, which they also read at each call."""
     modules, config = [*model.modules()], model.config
-    # As text: a list or mapping may be changed in place.
+    # Texts, since a list or mapping may be changed in place.
     values = {name: repr(v) for name, v in vars(config).items() if name not in _WITHOUT_EFFECT}
     shared = [vars(module).get("config", config) is config for module in modules]
     kinds = {type(module): None for module in modules}
@@ -466,8 +466,8 @@ def _settings_of(model: Any) -> list[Any]:
 _WITHOUT_EFFECT = (
     *("training", "gradient_checkpointing"),
     "attention_dropout",  # only in training, which `drops_out` covers
-    # Of the config: what `generate` has read into its own, what only names outputs, and what
-    # `save_pretrained` writes.
+    # The config's: values that `generate` has copied into its own config, that only name outputs,
+    # and that `save_pretrained` writes.
     *("pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "return_dict"),
     *("output_hidden_states", "_output_attentions"),
     *("architectures", "dtype", "transformers_version", "_name_or_path"),
