@@ -390,13 +390,7 @@ class Guards:
         return known[1]
 
     def _visit(
-        self,
-        walker: Walker,
-        path: Trail,
-        value: Any,
-        depth: int,
-        met: _Met,
-        inner: bool = False,
+        self, walker: Walker, path: Trail, value: Any, depth: int, met: _Met, inner: bool = False
     ) -> None:
         """Visits a value.  `inner`: the value is inside an object."""
         library = self._library
@@ -495,13 +489,7 @@ class Guards:
             walker.plain(path, value)
 
     def _visit_items(
-        self,
-        walker: Walker,
-        path: Trail,
-        value: Any,
-        items: list[Any],
-        depth: int,
-        met: _Met,
+        self, walker: Walker, path: Trail, value: Any, items: list[Any], depth: int, met: _Met
     ) -> None:
         """Visits the items of a container of another class, or of one with objects as its keys."""
         kind, plain, paired = type(value), self._library.plain, len(items) > len(value)

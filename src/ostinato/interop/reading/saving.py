@@ -213,9 +213,7 @@ class Saving:
         library = self._stored.library
         arrays = {f"input {i}": one for i, one in enumerate(inputs)}
         for (name, *_), (_, array) in zip(
-            self._pieces(line, bound),
-            [s for s in bound.storages if s[0].nbytes],
-            strict=True,
+            self._pieces(line, bound), [s for s in bound.storages if s[0].nbytes], strict=True
         ):
             arrays[name] = array
         for name, buffer in loaded.outputs.items():

@@ -108,10 +108,7 @@ class ResultPlace:
 
     @staticmethod
     def of(
-        frame: types.FrameType,
-        function: Callable[..., Any],
-        until: types.CodeType,
-        given: Gives,
+        frame: types.FrameType, function: Callable[..., Any], until: types.CodeType, given: Gives
     ) -> ResultPlace | None:
         """Returns where the value that a frame is about to get from a call is in the result of a
         function; None if something else may be done with it.
@@ -153,10 +150,7 @@ def _replaced(whole: Any, path: tuple[Any, ...], mark: object) -> Any:
 
 
 def _place(
-    frame: types.FrameType,
-    function: Callable[..., Any],
-    until: types.CodeType,
-    given: Gives,
+    frame: types.FrameType, function: Callable[..., Any], until: types.CodeType, given: Gives
 ) -> ResultPlace:
     symbol: Symbol = None
     inner: types.CodeType | None = None
@@ -300,11 +294,7 @@ class _Rest:
         return stack[:-1]
 
     def _step(
-        self,
-        each: dis.Instruction,
-        stack: _Stack,
-        variables: dict[str, Symbol],
-        held: Any,
+        self, each: dis.Instruction, stack: _Stack, variables: dict[str, Symbol], held: Any
     ) -> _Stack:
         """Returns the stack after an instruction; notes variables that hold the value.
 

@@ -257,12 +257,7 @@ class Tree:
         return self._build
 
 
-def tree_of(
-    value: Any,
-    path: str,
-    arrays: Arrays,
-    given: Sequence[object] = (),
-) -> Tree:
+def tree_of(value: Any, path: str, arrays: Arrays, given: Sequence[object] = ()) -> Tree:
     """Takes a value apart, except for the objects in `given`.  Raises Unknown."""
     leaves: list[Any] = []
     paths: list[str] = []

@@ -41,10 +41,7 @@ except ImportError as error:
 
 
 def adopt_graph(
-    device: Device,
-    graph: torch.cuda.CUDAGraph,
-    *,
-    generators: Sequence[torch.Generator] = (),
+    device: Device, graph: torch.cuda.CUDAGraph, *, generators: Sequence[torch.Generator] = ()
 ) -> Graph:
     """Adopts the definition that torch captured, to read, compare, instantiate, patch and replay
     it.

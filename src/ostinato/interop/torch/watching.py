@@ -21,11 +21,7 @@ from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
 from ostinato.interop.torch.trees import PLAIN
 
-_STATEFUL = (
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.amp.GradScaler,
-)
+_STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _TABLES = "_forward_hooks", "_forward_pre_hooks"
 _all = itertools.chain.from_iterable
 _values = dict.values
