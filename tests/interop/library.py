@@ -18,8 +18,7 @@ from ostinato.interop.reading.chains import Wait
 from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
-from ostinato.interop.reading.trees import Join
-from ostinato.settings import blocking_captures
+from ostinato.interop.reading.stored import StoringLibrary
 
 
 @ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")
@@ -151,13 +150,10 @@ class Chaining:
         return found
 
 
-class Lib:
+class Lib(StoringLibrary):
     """The library; also what `Graphed` needs of it (`Library`)."""
 
     array_type: type = Array
-    held: tuple[type, ...] = ()
-    plain: tuple[type, ...] = ()
-    reader = None
     seeds: tuple[str, ...] = ("seed",)
 
     def __init__(self, device: ost.Device) -> None:
@@ -219,16 +215,6 @@ class Lib:
     def modes(self) -> Hashable:
         return self.mode
 
-    @property
-    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
-        return (self.signature,)
-
-    def situation(self) -> tuple[Callable[[], Any], ...]:
-        return self.capturing, self.stream, self.modes
-
-    def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
-        return ()
-
     def signature(self, array: Array, /) -> tuple[Hashable, ...]:
         return array.shape, "f4", (), array.place
 
@@ -252,17 +238,8 @@ class Lib:
             return f"an array of the subclass {type(array).__name__}"
         return "" if array.place == "device" else f"an array on {array.place}"
 
-    def hidden(self, array: Array, names: object, *, copied: bool = False) -> str:
-        return ""
-
-    def lost(self, array: Array, /) -> str:
-        return ""
-
     def attached(self, arrays: Sequence[Array], /) -> list[tuple[Any, str, Any]]:
         return [(array, "attached", array.attached) for array in arrays]
-
-    def live(self) -> None:
-        """Arrays have no such state."""
 
     def wants_gradient(self, result: Any, /) -> bool:
         return isinstance(result, Array) and result.wanted
@@ -272,12 +249,6 @@ class Lib:
 
     def is_array(self, value: object, /) -> bool:
         return isinstance(value, Array)
-
-    def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
-        return None
-
-    def joiner(self, like: Any, /) -> Join:
-        raise AssertionError
 
     def watch(self, value: object, /) -> Watch | None:
         if value is self:
@@ -319,10 +290,6 @@ class Lib:
         # Adopted, as other libraries' graphs are: without what their launches said of addresses.
         graph = capture.graph
         return ost.Graph.adopt(self.device, int(graph.handle), owner=(graph, pool)), result
-
-    @property
-    def unseen(self) -> bool:
-        return not blocking_captures()
 
     @property
     def chain(self) -> Any:
@@ -381,9 +348,6 @@ class Lib:
 
     def new(self, *recipe: Any) -> Array:
         return Array(self, *recipe)
-
-    def maker(self) -> Callable[..., Any]:
-        return self.new
 
     stable: tuple[type, ...] = ()
 

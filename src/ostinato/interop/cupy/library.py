@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
 
 import cupy
@@ -21,16 +21,14 @@ from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import (
     Devices,
     GraphedOptions,
+    Library,
     NotGraphable,
     cuda_index,
     name_of,
     own_cache,
 )
 from ostinato.interop.reading.moves import dense
-from ostinato.interop.reading.objects import Watch
-from ostinato.interop.reading.trees import Join
 from ostinato.lowlevel import every_node
-from ostinato.settings import blocking_captures
 from ostinato.step import Buckets
 
 _names = itertools.count()
@@ -105,19 +103,12 @@ def graphed(
     return Graphed(function, library, options, kept, name=name, **rest)
 
 
-class CuPy:
-    """CuPy's operations for `Graphed` (`interop.reading.library.Library`)."""
+class CuPy(Library):
+    """CuPy's operations for `Graphed`.  Arrays take no attributes of the user's.  Functions that
+    draw random numbers run eagerly, so no states of generators are kept."""
 
     array_type = cupy.ndarray
-    held: tuple[type, ...] = ()
     plain: tuple[type, ...] = (np.dtype, np.generic)
-    reader: tuple[int, int] | None = None
-    seeds: tuple[str, ...] = ()
-    chain = None
-
-    @property
-    def unseen(self) -> bool:
-        return not blocking_captures()
 
     def __init__(self, device: Device, index: int, *, writes: bool) -> None:
         self.device, self.index = device, index
@@ -136,15 +127,6 @@ class CuPy:
     # --- values
     def is_array(self, value: object, /) -> bool:
         return isinstance(value, cupy.ndarray)
-
-    def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
-        return None
-
-    def joiner(self, like: Any, /) -> Join:
-        raise AssertionError(f"{type(like).__name__} is no container of CuPy")
-
-    def watch(self, value: object, /) -> Watch | None:
-        return None
 
     def signature(self, array: Any, /) -> tuple[Any, ...]:
         return array.shape, array.dtype, array.strides, array.data.device_id
@@ -166,9 +148,6 @@ class CuPy:
     def offset(self, array: Any, /) -> int:
         return int(array.data.ptr) - int(array.data.mem.ptr)
 
-    def on_host(self, array: Any, /) -> bool:
-        return False
-
     def refusal(self, array: Any, /) -> str:
         kind = type(array)
         if kind is not cupy.ndarray:
@@ -177,36 +156,11 @@ class CuPy:
             return f"an array on device {array.data.device_id}; the graphs are of {self.index}"
         return ""
 
-    def hidden(self, array: Any, names: object, *, copied: bool = False) -> str:
-        return ""  # arrays take no attributes of the user's
-
-    def lost(self, array: Any, /) -> str:
-        return ""
-
-    def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
-        return []
-
-    def live(self) -> None:
-        """Returns None: arrays have no such state."""
-
-    def wants_gradient(self, result: Any, /) -> bool:
-        return False
-
     def version(self, array: Any, /) -> int | None:
         return None if self._writes else 0
 
     def modes(self) -> Hashable:
         return int(cupy.cuda.runtime.getDevice())
-
-    @property
-    def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
-        return (self.signature,)
-
-    def situation(self) -> tuple[Callable[[], Any], ...]:
-        return self.capturing, self.stream, self.modes
-
-    def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
-        return ()
 
     # --- streams
     def capturing(self) -> bool:
@@ -306,9 +260,6 @@ class CuPy:
         made = cupy.empty(shape, dtype)
         return made if places is None else made.transpose(places)
 
-    def maker(self) -> Callable[..., Any]:
-        return self.new
-
     def narrow(self, array: Any, axis: int, size: int) -> Any:
         return array[(slice(None),) * axis + (slice(size),)]
 
@@ -346,19 +297,6 @@ class CuPy:
             f"{wrong} of {one.size} elements, the first at {[*map(int, where)]}: "
             f"{one[where].item()} against {other[where].item()}"
         )
-
-    # --- random numbers
-    def save_random(self) -> Any:
-        """Returns None: functions that draw from generators of the host run eagerly."""
-
-    def restore_random(self, state: Any) -> None:
-        """Does nothing: no state is saved."""
-
-    def seeding(self) -> Callable[[Collection[str]], str]:
-        return lambda named: ""  # draws of its generators are refused
-
-    def same_random(self, state: Any) -> bool:
-        return True
 
 
 def _explained(error: Exception) -> str:

@@ -12,7 +12,7 @@ from ostinato.interop.reading.chains import ChainBuilder
 from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
-from ostinato.settings import graphs_enabled
+from ostinato.settings import blocking_captures, graphs_enabled
 from ostinato.step import Buckets, CaptureLimits
 
 LIMITS = CaptureLimits(per_key=8, within=1000)
@@ -43,7 +43,10 @@ RunChain: TypeAlias = Callable[
 
 
 class Library(WatchingLibrary, Protocol):
-    """The operations of a library (torch, CuPy) that `Graphed` needs."""
+    """The operations of a library (torch, CuPy) that `Graphed` needs.
+
+    Those with a body are for libraries without gradients, generators, chains and modes of many
+    settings."""
 
     device: Device
     array_type: type
@@ -60,17 +63,17 @@ class Library(WatchingLibrary, Protocol):
     def situation(self) -> tuple[Callable[[], Any], ...]:
         """Returns functions.  While their results and the values of `names` are unchanged, so are
         `capturing`, `stream` and `modes`."""
-        ...
+        return self.capturing, self.stream, self.modes
 
     def names(self) -> Sequence[tuple[dict[str, Any], str]]:
         """Returns dicts, each with a key, whose values are compared with the results of
         `situation`: reading an item is faster than calling a function."""
-        ...
+        return ()
 
     @property
     def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
         """The parts of an array that `signature` reads: names of attributes, or functions."""
-        ...
+        return (self.signature,)
 
     def signature(self, array: Any, /) -> tuple[Any, ...]:
         """Returns shape, dtype, strides, and all else that decides which kernels run on an
@@ -84,7 +87,7 @@ class Library(WatchingLibrary, Protocol):
         """The address of a C function, and the offset in an array's Python object of the handle
         that this function takes, for C code that reads `address` (`Reader` in `_recheck.c`); None
         if there is none."""
-        ...
+        return None
 
     def storage(self, array: Any, /) -> MemoryRange:
         """Returns the whole memory that an array is a view of."""
@@ -101,7 +104,7 @@ class Library(WatchingLibrary, Protocol):
 
     def on_host(self, array: Any, /) -> bool:
         """True if an array is in the host's memory."""
-        ...
+        return False
 
     def refusal(self, array: Any, /) -> str:
         """Describes why an array cannot be an argument of a graph; empty if it can."""
@@ -111,23 +114,24 @@ class Library(WatchingLibrary, Protocol):
         """Describes an attribute of an array that no guard reads; empty if there is none.
 
         `names`: the attributes that count; for a `copied` array all that the user has set count."""
-        ...
+        return ""
 
     def lost(self, array: Any, /) -> str:
         """Describes what a copy of an array would lack; empty if the copy is complete."""
-        ...
+        return ""
 
     def attached(self, arrays: Sequence[Any], /) -> list[tuple[Any, str, Any]]:
         """Returns the arrays whose attached array (the gradient) functions may replace: each as the
         array, the name of the attribute, and its value now."""
-        ...
+        return []
 
     def live(self) -> Callable[[Any], Hashable] | None:
         """Returns a function that reads a state of an array (whether it requires gradients) that
         decides what a call does and may change in place; None if no such state counts now."""
-        ...
+        return None
 
-    def wants_gradient(self, result: Any, /) -> bool: ...
+    def wants_gradient(self, result: Any, /) -> bool:
+        return False
 
     def version(self, array: Any, /) -> int | None:
         """Returns a number that changes when the array is written; None if writes are not counted,
@@ -158,7 +162,7 @@ class Library(WatchingLibrary, Protocol):
     def unseen(self) -> bool:
         """True if work on CUDA's legacy default stream may be missing from a capture that was
         made."""
-        ...
+        return not blocking_captures()
 
     @property
     def chain(self) -> RunChain | None:
@@ -171,7 +175,7 @@ class Library(WatchingLibrary, Protocol):
         Raises the errors of the work; NotGraphable, in the middle of the work, for a wait that the
         library does not see before it breaks a capture, with all memory as before.
         """
-        ...
+        return None
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         """True if an error means that the device has no memory left."""
@@ -215,7 +219,7 @@ class Library(WatchingLibrary, Protocol):
 
     def maker(self) -> Callable[..., Any]:
         """Returns `new`, or a faster function that does the same while `situation` is unchanged."""
-        ...
+        return self.new
 
     def narrow(self, array: Any, axis: int, size: int) -> Any:
         """Returns a view of the first `size` elements along an axis."""
@@ -238,11 +242,12 @@ class Library(WatchingLibrary, Protocol):
 
     def save_random(self) -> Any:
         """Returns the states of the generators."""
-        ...
+        return None
 
-    def restore_random(self, state: Any) -> None: ...
+    def restore_random(self, state: Any) -> None:
+        return
 
-    seeds: tuple[str, ...]
+    seeds: tuple[str, ...] = ()
     """Names of the functions that give a generator a seed or a state."""
 
     def seeding(self) -> Callable[[Collection[str]], str]:
@@ -250,11 +255,11 @@ class Library(WatchingLibrary, Protocol):
         since `seeding` was called, so that no replay reproduces its state; "" if there is none.
 
         The function takes the attributes that the code names, since other threads draw too."""
-        ...
+        return lambda named: ""
 
     def same_random(self, state: Any) -> bool:
         """True if the generators are in that state now."""
-        ...
+        return True
 
 
 class Turns:

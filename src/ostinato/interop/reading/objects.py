@@ -60,12 +60,12 @@ def version_of(layout: Hashable) -> int:
 class WatchingLibrary(Arrays, Protocol):
     """A library with objects that have a state of their own."""
 
-    held: tuple[type, ...]
+    held: tuple[type, ...] = ()
     """Types that no weak reference may point at: the reference would outlive the object."""
 
     def watch(self, value: object, /) -> Watch | None:
         """Returns the watch of such an object; None for all others."""
-        ...
+        return None
 
 
 class Missing:

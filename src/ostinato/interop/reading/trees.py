@@ -22,9 +22,9 @@ Join: TypeAlias = Callable[[Sequence[Any]], Any]
 
 
 class Arrays(Protocol):
-    """The types of values of a library."""
+    """The types of values of a library; by default one without containers of its own."""
 
-    plain: tuple[type, ...]
+    plain: tuple[type, ...] = ()
     """Types of immutable values that are compared in keys: dtypes, devices."""
 
     def is_array(self, value: object, /) -> bool:
@@ -33,11 +33,11 @@ class Arrays(Protocol):
 
     def parts(self, value: object, /) -> tuple[Hashable, list[Any]] | None:
         """Takes a registered container apart: a token of its kind, and its children; else None."""
-        ...
+        return None
 
     def joiner(self, like: Any, /) -> Join:
         """Returns a function that makes registered containers like this one.  Raises Unknown."""
-        ...
+        raise AssertionError(f"{type(like).__name__} is no registered container")
 
 
 class Unknown(Exception):
