@@ -675,11 +675,9 @@ class Graphed(Guarded, Closeable):
         kept.put_back()
         left = self._subject.changed_state(given)
         if left and isinstance(error, Exception) and not isinstance(error, ContextPoisonedError):
-            raise NotGraphable(
-                self._subject.at(
-                    f"{error}; and before it failed, the capture changed Python state that could "
-                    f"not be put back ({left})"
-                )
+            raise self._subject.not_graphable(
+                f"{error}; and before it failed, the capture changed Python state that could "
+                f"not be put back ({left})"
             ) from error
 
     def _attach(self, captured: Captured, line: Line) -> None:

@@ -16,7 +16,7 @@ from ostinato import GraphCache
 from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import GraphedOptions, Library, Turns
+from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable, Turns
 from ostinato.interop.reading.places import code_of, lines_of
 from ostinato.interop.reading.records import Captured, ReadCall
 from ostinato.interop.reading.trees import Unknown
@@ -49,6 +49,10 @@ class Subject:
         code = code_of(self.function)
         where = f"{code.co_filename}:{code.co_firstlineno}" if code else "an unknown place"
         return f"{reason}; {self.name} is at {where}"
+
+    def not_graphable(self, reason: str) -> NotGraphable:
+        """Returns the error for a call that cannot be a graph."""
+        return NotGraphable(self.at(reason))
 
     def refusal(self, arrays: Iterable[Any]) -> str:
         """Describes why one of some arrays cannot be part of a graph; empty if all can."""

@@ -58,8 +58,6 @@ class AttachedGradient:
 class Captured:
     """The data of one graph besides its nodes; the graph owns it."""
 
-    owner: object
-    """Objects of the library that must live while the graph can run: its own graph, its pool."""
     inputs: list[Any]
     stage: Callable[[Sequence[Any]], None]
     outputs: list[Any]
@@ -85,6 +83,8 @@ class Captured:
     give: Callable[..., Any] = lambda made: None
     """A function that builds a call's result from the outputs that the graph copied (none if it
     copies none), the static objects in the result, and for dynamic sizes the cut outputs."""
+    owner: object = None
+    """Objects of the library that must live while the graph can run: its own graph, its pool."""
     call: ReadCall | None = None
     """The captured call, with the graph's inputs as its arrays; None without a store."""
     result: Any = None

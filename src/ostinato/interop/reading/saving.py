@@ -228,28 +228,18 @@ class Saving:
         tree = self._subject.arguments.tree(rebuilt(facts["result"], outputs), call)
         if not same(tree.leaves, outputs):
             raise ValueError("its results are not the arrays that the file lists")
-        clones, moved = self._maker.clones(outputs, bound), facts["moved"]
+        moved = facts["moved"]
         moves = None if moved is None else Mover.find(loaded.nodes(), len(inputs), tuple(moved))
-        if (moved is not None and moves is None) or (
-            moved and moved != [i for i, copied in enumerate(clones) if copied]
-        ):
+        copied = [i for i, copied in enumerate(self._maker.clones(outputs, bound)) if copied]
+        if (moved is not None and moves is None) or (moved and moved != copied):
             raise ValueError("its graph does not copy the arrays that the file lists")
         line.written |= {int(i) for i in facts["written"]}
         line.state |= {int(i) for i in facts["state"]}
-        return Captured(
-            owner=None,  # the graph has what it needs
-            inputs=inputs,
-            stage=library.stager(inputs),
-            outputs=outputs,
-            tree=tree,
-            clones=clones,
-            written=tuple(sorted(line.written)),
-            bound=bound,
-            pointers=self._subject.pointers(call),
-            epoch=call.epoch,
-            moves=moves,
-            recipes=tuple([library.recipe(outputs[i]) for i in moved or ()]),
-        )
+        stage = library.stager(inputs)
+        captured = self._maker.record(line, call, inputs, stage, tree, bound)
+        captured.moves = moves
+        captured.recipes = tuple([library.recipe(outputs[i]) for i in moved or ()])
+        return captured
 
 
 def _facts_of(loaded: LoadedGraph, stream: Stream) -> dict[str, Any]:

@@ -150,9 +150,7 @@ class Maker:
         try:
             args, kwargs = arguments.replaced(call, inputs)
         except Unknown as error:
-            raise NotGraphable(
-                subject.at(f"the arguments cannot be built again: {error}")
-            ) from None
+            raise subject.not_graphable(f"the arguments cannot be built again: {error}") from None
         stage = library.stager(inputs)
         versions = [*map(library.version, inputs)]
         subject.turns.take()
@@ -189,8 +187,8 @@ class Maker:
         nodes = graph.nodes()
         moves = None if mover is None else mover.find(nodes, len(inputs), moved)
         if mover is not None and moves is None:
-            raise NotGraphable(
-                subject.at("the capture is empty: nothing ran on the caller's current stream")
+            raise subject.not_graphable(
+                "the capture is empty: nothing ran on the caller's current stream"
             )
         captured = self._captured(line, call, prepared, nodes, result)
         captured.owner = graph.owner, mover
@@ -263,8 +261,8 @@ class Maker:
         subject, links = self._subject, made.links
         library = subject.library
         if made.told:
-            raise NotGraphable(
-                subject.at(f"it prints or logs at {made.told[0]}, which a replay would not repeat")
+            raise subject.not_graphable(
+                f"it prints or logs at {made.told[0]}, which a replay would not repeat"
             )
         if made.why is not None:
             raise type(made.why)(subject.at(str(made.why)))
@@ -282,18 +280,18 @@ class Maker:
             result = place.put(result, mark)
         captured = self._captured(line, call, made.prepared, nodes, result, chain, marks)
         if captured.attached and any(link.wait.compared for link in links.links):
-            raise NotGraphable(
-                subject.at("a call that depends on a value gives gradients to what it uses")
+            raise subject.not_graphable(
+                "a call that depends on a value gives gradients to what it uses"
             )
         # Other values of the waits than in the warm-up may lead to other writes.
         line.state |= self.changed(call.state, made.versions)
-        self._note_saved(line, call, made, chain)
+        self._note_saved(call, made, chain)
         captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs]
         links.graphs[-1].owner = captured
         return links.last, captured
 
-    def _note_saved(self, line: Line, call: ReadCall, made: ChainRun, chain: Chain) -> None:
+    def _note_saved(self, call: ReadCall, made: ChainRun, chain: Chain) -> None:
         """Notes which memory a chain writes before the last wait that is compared.  Raises
         NotGraphable if that is not known."""
         library, storage = self._subject.library, self._subject.library.storage
@@ -306,19 +304,15 @@ class Maker:
             return
         wait = waits[-1]
         if wait.unseen:
-            raise NotGraphable(
-                self._subject.at(
-                    f"the work of {wait.unseen} is not the library's, and what it writes before "
-                    f"the call waits at {wait.line} is not known"
-                )
+            raise self._subject.not_graphable(
+                f"the work of {wait.unseen} is not the library's, and what it writes before "
+                f"the call waits at {wait.line} is not known"
             )
         unknown = wait.written - own - {*state}
         if unknown:
-            raise NotGraphable(
-                self._subject.at(
-                    "the call writes memory that is neither an argument nor known to be used, "
-                    f"before it waits at {wait.line}"
-                )
+            raise self._subject.not_graphable(
+                "the call writes memory that is neither an argument nor known to be used, "
+                f"before it waits at {wait.line}"
             )
         chain.saved = tuple([i for i, address in enumerate(state) if address in wait.written])
         chain.draws = drew
@@ -344,41 +338,53 @@ class Maker:
         # A replay would not set such an attribute: the gradient of `loss.backward()`, say.
         given = next(filter(None, [library.hidden(i, ("grad",), copied=True) for i in inputs]), "")
         if given:
-            raise NotGraphable(subject.at(f"of an argument the function makes {given}"))
+            raise subject.not_graphable(f"of an argument the function makes {given}")
         drew = prepared.drawn(chain is None)
         changed = subject.changed_state(call) or drew
         if changed:
-            raise NotGraphable(
-                subject.at(f"the function changes Python state that it uses ({changed})")
+            raise subject.not_graphable(
+                f"the function changes Python state that it uses ({changed})"
             )
         tree = self.taken_apart(result, call, marks)
         if isinstance(tree, str):
-            raise NotGraphable(subject.at(tree))
+            raise subject.not_graphable(tree)
         if chain is not None:  # values that the host sees may decide shapes
             self._compare_chained(line, tree, chain)
         else:
             self._compare_shapes(line, tree, call)
-        attached = zip(prepared.attached, library.attached(call.state), strict=True)
         bound = prepared.bound
+        captured = self.record(line, call, inputs, prepared.stage, tree, bound)
+        attached = zip(prepared.attached, library.attached(call.state), strict=True)
+        captured.attached = tuple(
+            [
+                AttachedGradient(array, name, before, after)
+                for (array, name, before), (_, _, after) in attached
+                if not (before is after is None)
+            ]
+        )
+        captured.kept = _pointed_at(nodes, prepared.around, bound)
+        return captured
+
+    def record(
+        self,
+        line: Line,
+        call: ReadCall,
+        inputs: list[Any],
+        stage: Callable[[Sequence[Any]], None],
+        tree: Tree,
+        bound: Bound,
+    ) -> Captured:
+        """Makes the record of a graph over these inputs, whose results are the arrays of a tree."""
         return Captured(
-            attached=tuple(
-                [
-                    AttachedGradient(array, name, one, other)
-                    for (array, name, one), (_, _, other) in attached
-                    if not (one is other is None)
-                ]
-            ),
-            owner=None,
             inputs=inputs,
-            stage=prepared.stage,
+            stage=stage,
             outputs=tree.leaves,
             tree=tree,
             clones=self.clones(tree.leaves, bound),
             written=tuple(sorted(line.written)),
             bound=bound,
-            pointers=subject.pointers(call),
+            pointers=self._subject.pointers(call),
             epoch=call.epoch,
-            kept=_pointed_at(nodes, prepared.around, bound),
         )
 
     def _memory_around(self) -> list[tuple[MemoryRange, object]]:
@@ -460,22 +466,18 @@ class Maker:
             return
         self._compare_plain(line, tree)
         if self._shapes(tree) != line.shapes[0]:
-            raise NotGraphable(
-                self._subject.at(
-                    f"the result has other shapes when it is captured ({self._shapes(tree)}) than "
-                    f"it had eagerly ({line.shapes[0]})"
-                )
+            raise self._subject.not_graphable(
+                f"the result has other shapes when it is captured ({self._shapes(tree)}) than "
+                f"it had eagerly ({line.shapes[0]})"
             )
 
     def _compare_plain(self, line: Line, tree: Tree) -> None:
         """Raises NotGraphable if the tokens of a captured result are not those of the eager run: if
         it has a padded size, say, or a function that is made in each call."""
         if tree.tokens != line.tokens:
-            raise NotGraphable(
-                self._subject.at(
-                    "the result has other plain values, or another form, when it is captured than "
-                    "it had eagerly, and a replay gives those of the capture"
-                )
+            raise self._subject.not_graphable(
+                "the result has other plain values, or another form, when it is captured than "
+                "it had eagerly, and a replay gives those of the capture"
             )
 
     def _compare_chained(self, line: Line, tree: Tree, chain: Chain) -> None:
@@ -503,10 +505,10 @@ class Maker:
         shapes, sizes = line.shapes
         capacities = [d.capacity for d in call.dynamic if d is not None]
         if len(shapes) != len(padded.leaves):
-            raise NotGraphable(self._subject.at("the number of results depends on a dynamic size"))
+            raise self._subject.not_graphable("the number of results depends on a dynamic size")
         found = cuts(shapes, self._shapes(padded), sizes, capacities)
         if isinstance(found, str):
-            raise NotGraphable(self._subject.at(found))
+            raise self._subject.not_graphable(found)
         for index, cut in enumerate(found):
             for one in cut:
                 line.cuts[index, one.axis] = one
