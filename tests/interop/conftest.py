@@ -10,8 +10,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.graphed import Graphed
-from ostinato.interop.reading.library import GraphedOptions
-from tests.interop.library import Lib
+from tests.interop.library import Lib, graphed
 
 
 @pytest.fixture
@@ -24,16 +23,10 @@ def make(lib: Lib) -> Iterator[Callable[..., Graphed]]:
     """Makes graphed functions, with a cache of their own unless one is given."""
     made: list[Graphed] = []
 
-    def graphed(function: Any, cache: ost.GraphCache | None = None, **options: Any) -> Graphed:
-        kept = cache or ost.GraphCache(lib.device)
-        name = getattr(function, "__name__", "f")
-        made.append(
-            Graphed(
-                function, lib, GraphedOptions(**options), kept, name=name, owns_cache=cache is None
-            )
-        )
+    def kept(function: Any, cache: ost.GraphCache | None = None, **options: Any) -> Graphed:
+        made.append(graphed(function, lib, cache, **options))
         return made[-1]
 
-    yield graphed
+    yield kept
     for one in made:
         one.close()

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 import ostinato as ost
+from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import Wait
-from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
+from ostinato.interop.reading.library import GraphedOptions, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
-from ostinato.interop.reading.stored import StoringLibrary
+from ostinato.interop.reading.stored import Stored, StoringLibrary
 
 
 @ost.host_kernel("out: *out f32, x: *const f32, n: u32, by: f32, plus: f32", name="line")
@@ -407,3 +408,25 @@ class Lib(StoringLibrary):
 
     def same_random(self, state: Any) -> bool:
         return bool(self.state == state)
+
+
+def graphed(
+    function: Any,
+    lib: Lib,
+    cache: ost.GraphCache | None = None,
+    *,
+    stored: Stored | None = None,
+    unavailable: str = "",
+    **options: Any,
+) -> Graphed:
+    """A graphed function, with a cache of its own unless one is given."""
+    return Graphed(
+        function,
+        lib,
+        GraphedOptions(**options),
+        cache or ost.GraphCache(lib.device),
+        name=getattr(function, "__name__", "f"),
+        owns_cache=cache is None,
+        stored=stored,
+        unavailable=unavailable,
+    )

@@ -18,10 +18,10 @@ from ostinato.driver import launcher
 from ostinato.errors import ClosedError, EagerRunError, InputError, NotAvailableError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import GraphedOptions, NotGraphable, own_cache
+from ostinato.interop.reading.library import NotGraphable, own_cache
 from ostinato.interop.reading.padding import Padding
 from tests.interop import library
-from tests.interop.library import Array, Lib, SubArray
+from tests.interop.library import Array, Lib, SubArray, graphed
 
 Make = Callable[..., Graphed]
 
@@ -680,15 +680,7 @@ def test_without_a_device_every_call_is_eager_and_says_why(lib: Lib) -> None:
     why = "there is no device"
 
     def made(**options: Any) -> Graphed:
-        return Graphed(
-            lambda x, by=2.0: x * by,
-            lib,
-            GraphedOptions(**options),
-            ost.GraphCache(lib.device),
-            name="f",
-            owns_cache=True,
-            unavailable=why,
-        )
+        return graphed(lambda x, by=2.0: x * by, lib, unavailable=why, **options)
 
     def refused(*_: object) -> Any:
         raise AssertionError("the library was asked")

@@ -18,8 +18,7 @@ from ostinato.device import Device
 from ostinato.errors import EagerRunError, InputError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import GraphedOptions
-from tests.interop.library import Array, Lib, Stateful
+from tests.interop.library import Array, Lib, Stateful, graphed
 
 Make = Callable[..., Graphed]
 
@@ -348,15 +347,13 @@ def test_each_try_of_a_capture_begins_where_the_first_one_did(
     host_device: Device, make: Make
 ) -> None:
     lib = Twice(host_device)
-    counts, cache = types.SimpleNamespace(calls=0), ost.GraphCache(host_device)
+    counts = types.SimpleNamespace(calls=0)
 
     def f(x: Array, given: Any) -> Array:
         given.calls += 1
         return x.line(float(given.calls))
 
-    with Graphed(
-        f, lib, GraphedOptions(static=("given",)), cache, name="f", owns_cache=True
-    ) as step:
+    with graphed(f, lib, static=("given",)) as step:
         step(ones(lib), counts)
         assert counts.calls == 1
         step(ones(lib), counts)  # captured, by the second try

@@ -17,12 +17,11 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import moves
-from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.moves import MOST, NAMES, Mover, dense
 from ostinato.interop.reading.padding import Padding
 from ostinato.step.fills import FILL
 from tests.emulator.emulator import Emulator
-from tests.interop.library import Array, Lib
+from tests.interop.library import Array, Lib, graphed
 
 
 @pytest.fixture(params=["host", "cuda"])
@@ -135,14 +134,11 @@ def test_what_is_one_piece(shape: list[int], rng: Any, broken: bool, unit: int) 
 def step(mover: Any, host_device: Device) -> Any:
     lib, made = Lib(host_device), []
 
-    def graphed(function: Any, **options: Any) -> tuple[Graphed, Lib]:
-        cache = ost.GraphCache(host_device)
-        made.append(
-            Graphed(function, lib, GraphedOptions(**options), cache, name="f", owns_cache=True)
-        )
+    def kept(function: Any, **options: Any) -> tuple[Graphed, Lib]:
+        made.append(graphed(function, lib, **options))
         return made[-1], lib
 
-    yield graphed
+    yield kept
     for one in made:
         one.close()
 
@@ -226,7 +222,7 @@ def test_what_the_graph_copies_is_not_copied_again(
     host_device: Device, monkeypatch: pytest.MonkeyPatch, given: bool
 ) -> None:
     """Beside a view of static memory, which the graph does not copy."""
-    lib, cache, owner = Lib(host_device), ost.GraphCache(host_device), _Owner()
+    lib, owner = Lib(host_device), _Owner()
     clones: list[Array] = []
     monkeypatch.setattr(Lib, "clone", lambda lib, array: clones.append(array) or array.line(1.0))
 
@@ -234,8 +230,7 @@ def test_what_the_graph_copies_is_not_copied_again(
         made = x.line(2.0), Array(c.lib, c.shape, c.buffer)
         return (*made, o) if given else made
 
-    options = GraphedOptions(static=("c", "o"))
-    with Graphed(f, lib, options, cache, name="f", owns_cache=True) as by:
+    with graphed(f, lib, static=("c", "o")) as by:
         state = lib.array(numbers(7))
         for start in range(4):
             clones.clear()
@@ -274,10 +269,7 @@ def test_without_a_compiler_they_are_copied_beside(
 
     monkeypatch.setattr(moves, "source", fail)
     lib = Lib(host_device)
-    cache = ost.GraphCache(host_device)
-    with Graphed(
-        lambda x: x.line(2.0), lib, GraphedOptions(), cache, name="f", owns_cache=True
-    ) as by:
+    with graphed(lambda x: x.line(2.0), lib) as by:
         for start in range(4):
             x: Array = lib.array(numbers(start))
             np.testing.assert_array_equal(by(x).numpy(), 2 * numbers(start))

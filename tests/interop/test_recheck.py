@@ -52,12 +52,6 @@ def agree(step: Graphed, args: Any, kwargs: Any) -> bool:
     return taken
 
 
-def heat(step: Graphed, *args: Any, **kwargs: Any) -> None:
-    for _ in range(3):
-        step(*args, **kwargs)
-    assert step._hot, "there is no short way"
-
-
 class Thing:
     def __init__(self) -> None:
         self.number: Any = 1

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,10 +20,9 @@ import ostinato as ost
 from ostinato.errors import InputError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import saving, stored
-from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
-from tests.interop.library import Array, Lib
+from tests.interop.library import Array, Lib, graphed
 
 pytestmark = pytest.mark.usefixtures("checks_here")
 
@@ -31,26 +30,13 @@ Make = Callable[..., Graphed]
 
 
 @pytest.fixture
-def make(lib: Lib, tmp_path: Path) -> Iterator[Make]:
-    made: list[Graphed] = []
+def make(make: Make, lib: Lib, tmp_path: Path) -> Make:
+    """The same with a store."""
 
-    def graphed(function: Any, folder: Path = tmp_path, **options: Any) -> Graphed:
-        kept = Stored(lib, folder, (code_text(function),))
-        step = Graphed(
-            function,
-            lib,
-            GraphedOptions(**options),
-            ost.GraphCache(lib.device),
-            name="f",
-            owns_cache=True,
-            stored=kept,
-        )
-        made.append(step)
-        return step
+    def kept(function: Any, folder: Path = tmp_path, **options: Any) -> Graphed:
+        return make(function, stored=Stored(lib, folder, (code_text(function),)), **options)
 
-    yield graphed
-    for one in made:
-        one.close()
+    return kept
 
 
 def numbers(start: float = 0.0, n: int = 4) -> Any:
@@ -395,9 +381,7 @@ def test_what_cannot_be_saved_says_why(lib: Lib, make: Make) -> None:
         step(lib.array(numbers()))
     ((_, why),) = step.save().items()
     assert "it gives gradients" in why
-    plain = Graphed(
-        lambda x: x, lib, GraphedOptions(), ost.GraphCache(lib.device), name="f", owns_cache=True
-    )
+    plain = graphed(lambda x: x, lib)
     with pytest.raises(InputError, match="store="):
         plain.save()
     plain.close()

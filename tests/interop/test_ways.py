@@ -19,8 +19,8 @@ from ostinato.device import Device
 from ostinato.errors import ClosedError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import recheck
-from ostinato.interop.reading.library import GraphedOptions, NotGraphable
-from tests.interop.library import Array, Lib
+from ostinato.interop.reading.library import NotGraphable
+from tests.interop.library import Array, Lib, graphed
 
 pytestmark = pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
 
@@ -261,9 +261,7 @@ def test_a_part_of_memory_that_the_function_writes(lib: Lib, make: Any, begin: i
 
 
 def test_a_dropped_function_is_gone(lib: Lib, host_device: Device) -> None:
-    step = Graphed(
-        double, lib, GraphedOptions(), ost.GraphCache(host_device), name="f", owns_cache=True
-    )
+    step = graphed(double, lib)
     heated(step, lib)
     captured, gone = step._hot[0].line.captured, weakref.ref(step)
     gc.disable()
