@@ -830,7 +830,7 @@ class _Work(Work):
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
     _before: _Before | None = None
-    """What is put back if the last graph of a chain is not launched."""
+    """The content to put back if the last graph of a chain is not launched."""
     _ran: Chain | None = None
     """The chain whose last graph is to be launched."""
     _built = False

@@ -404,7 +404,7 @@ class Guards:
             met.call([value])
             if value is os.getenv:
                 self._visit(walker, (path, "environ"), os.environ, depth, met, inner)
-        with_attributes = type(value) is types.FunctionType and _has_attributes(value)
+        with_attributes = type(value) is types.FunctionType and bool(vars(value))
         if with_attributes:  # it may stand for an object that the library watches
             watch = self.watch(value)
             if watch is not None:
@@ -418,7 +418,7 @@ class Guards:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
-        functions = type(value) is tuple and any(map(_is_function, value))
+        functions = type(value) is tuple and types.FunctionType in map(type, value)
         if not functions and is_plain(value, library.plain):
             walker.plain(path, value)
             return
@@ -621,15 +621,6 @@ class Guards:
         parts = zip(names, _parts(before), _parts(after), strict=True)
         changed = [name for name, (a, b), (c, d) in parts if a != c or not same(b, d)]
         return changed or ["what it uses"]
-
-
-def _is_function(value: Any) -> bool:
-    return type(value) is types.FunctionType
-
-
-def _has_attributes(value: Any) -> bool:
-    """True if a value is a function with attributes of its own."""
-    return type(value) is types.FunctionType and bool(vars(value))
 
 
 _WRAPPING = (types.FunctionType, type(functools.lru_cache(len)))

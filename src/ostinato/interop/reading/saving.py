@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ class Saving:
     @property
     def reasons(self) -> dict[str, int]:
         """Reasons why keys were not restored, with counts."""
-        return self._stored.all_reasons()
+        stored = self._stored
+        return dict(stored.reasons + Counter(stored.store.statistics().reasons))
 
     def name(self, line: Line, call: ReadCall, key: Any) -> None:
         """Gives a line the text of its key, which is the same in every process, and the names of

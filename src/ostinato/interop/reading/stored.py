@@ -101,10 +101,6 @@ class Stored:
         """Opens the folder, to write a graph whose file holds these constants."""
         return GraphStore(self.library.device, self._folder, tag=self._tag, constants=constants)
 
-    def all_reasons(self) -> dict[str, int]:
-        """Returns the reasons why keys were not restored, with counts."""
-        return dict(self.reasons + Counter(self.store.statistics().reasons))
-
 
 # ------------------------------------------------------------------------------------------- text
 

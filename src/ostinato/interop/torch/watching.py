@@ -59,11 +59,6 @@ def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
             yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
 
 
-def _of_guarded(method: types.MethodType) -> bool:
-    """True if a method is the one that `GraphedModule` sets as `forward` while hooks run."""
-    return isinstance(method.__self__, Guarded)
-
-
 _OF_EVERY = frozenset(vars(torch.nn.Module()))
 
 
@@ -132,7 +127,10 @@ class ModuleWatch(Watch):
                     names.append(name)
                 elif isinstance(value, torch.Tensor):
                     self._loose.append(where)
-                elif not (isinstance(value, types.MethodType) and _of_guarded(value)):
+                # A GraphedModule sets its own method as `forward` while hooks run.
+                elif not (
+                    isinstance(value, types.MethodType) and isinstance(value.__self__, Guarded)
+                ):
                     self._others.append(where)
             self._names.append(names)
             self._gets.append((operator.itemgetter(*names, *_TABLES), held))
