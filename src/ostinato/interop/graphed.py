@@ -789,24 +789,6 @@ _UNSEEN = (
 )
 
 
-class _Before:
-    """The content of arrays and the states of generators, to put them back."""
-
-    def __init__(
-        self, library: Library, arrays: Sequence[Any], indices: Collection[int], *, random: bool
-    ) -> None:
-        self._library = library
-        found = [arrays[index] for index in indices if index < len(arrays)]
-        self._arrays = [(array, library.clone(array)) for array in found]
-        self._random = library.save_random() if random else None
-
-    def put_back(self) -> None:
-        for array, content in self._arrays:
-            self._library.copy(array, content)
-        if self._random is not None:
-            self._library.restore_random(self._random)
-
-
 class _Work(Work):
     """A call of a function."""
 
@@ -829,8 +811,8 @@ class _Work(Work):
     done = False
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
-    _before: _Before | None = None
-    """The content to put back if the last graph of a chain is not launched."""
+    _before: Callable[[], None] | None = None
+    """A function that puts memory and generators back as they were before a chain."""
     _ran: Chain | None = None
     """The chain whose last graph is to be launched."""
     _built = False
@@ -1158,9 +1140,17 @@ class _Work(Work):
     def _run_chain(self, chain: Chain) -> None:
         """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
         as before the call."""
-        library = self.door._library
-        self._before = _Before(library, self.given.state, chain.saved, random=chain.draws)
-        self._ran = chain
+        library, state = self.door._library, self.given.state
+        saved = [(state[i], library.clone(state[i])) for i in chain.saved if i < len(state)]
+        random = library.save_random() if chain.draws else None
+
+        def put_back() -> None:
+            for array, content in saved:
+                library.copy(array, content)
+            if random is not None:
+                library.restore_random(random)
+
+        self._before, self._ran = put_back, chain
         try:
             self.fresh = chain.run(self.stream)
         except StateLostError as lost:
@@ -1174,7 +1164,7 @@ class _Work(Work):
     def _put_back(self) -> None:
         before, self._before = self._before, None
         if before is not None:
-            before.put_back()
+            before()
         chain, self._ran = self._ran, None
         if chain is not None:  # its last graph was refused
             try:

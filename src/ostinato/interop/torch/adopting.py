@@ -270,7 +270,7 @@ def _measure(
             owner.instantiate()  # with every node switched on, for torch's own replays
     found: dict[int, list[tuple[int, int]]] = {}
     for seed, offset in sorted(places):
-        number = int(_words_at(seed).item()) - _FIRST_SEED
+        number = int(torch.as_tensor(_Words(seed), device="cuda").item()) - _FIRST_SEED
         if not 0 <= number < len(states):
             raise GraphError(
                 "it is not known from which generator: give it to adopt_graph (generators=), or "
@@ -296,7 +296,3 @@ class _Words:
             "data": (address, False),
             "version": 3,
         }
-
-
-def _words_at(address: int) -> torch.Tensor:
-    return torch.as_tensor(_Words(address), device="cuda")

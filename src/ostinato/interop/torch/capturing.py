@@ -107,7 +107,12 @@ class Captures:
         """Clears an error that a call in a broken capture has left pending, which the next call of
         its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own."""
         like = {"device": f"cuda:{self.index}"}
-        with torch.cuda.stream(self.beside()[0]), no_modes():
+        with (  # no mode of the caller sees these operations
+            torch.cuda.stream(self.beside()[0]),
+            torch._C._DisableTorchDispatch(),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
             with suppress(RuntimeError):
                 torch.zeros(1, **like)
             if "cusolver" in error.lower():
@@ -335,13 +340,6 @@ def hand_over(result: Any, stream: Any) -> None:
     for leaf in torch.utils._pytree.tree_leaves(result):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
-
-
-@contextmanager
-def no_modes() -> Iterator[None]:
-    """Runs operations that no mode of the caller sees, and without gradients."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad(), torch._C._DisableAutocast():
-        yield
 
 
 def _kind(error: BaseException) -> type[NotGraphable]:
