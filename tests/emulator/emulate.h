@@ -200,8 +200,8 @@ inline void __threadfence_system() {}
 template <class T> T exchange(T value, int mask) {
     return emulated::from_lane(value, emulated::current->number % 32 ^ mask);
 }
-template <class T> T __shfl_sync(unsigned, T value, int lane) {
-    return emulated::from_lane(value, lane);
+template <class T> T __shfl_sync(unsigned, T value, int lane, int width = 32) {
+    return emulated::from_lane(value, emulated::current->number % 32 / width * width + lane);
 }
 template <class T> T __shfl_up_sync(unsigned, T value, int distance) {
     const int lane = emulated::current->number % 32;

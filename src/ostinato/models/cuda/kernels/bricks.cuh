@@ -221,7 +221,6 @@ template <class F> DEVICE float code_float(u32 codes, int i) {
 // Unpacks the 8 weights of a group that a lane holds of row g (`which` 0) or g + 8 (1) to bfloat16, in the
 // order of the codes, with the same bits as dequantise.cu.  All lanes of a warp must call it.
 template <class F> DEVICE uint4 held_weights(const Held<F>& held, const u32 (&a)[4], int group, int which) {
-    const int lane = threadIdx.x % 32;
     const uint4 own = held.scales[which];
     float scale[2], least = 0.0f;
     if constexpr (F::HALVES) {
@@ -238,8 +237,8 @@ template <class F> DEVICE uint4 held_weights(const Held<F>& held, const u32 (&a)
     } else {
         const u32 pair = word_of(own, group / 2);
         scale[0] = scale[1] = group % 2 ? high_f16(pair) : low_f16(pair);
-        if constexpr (F::MINIMA) {  // lane t of a row holds the minima of groups 2 t and 2 t + 1
-            const u32 minima = __shfl_sync(0xffffffffu, held.extra[which], lane / 4 * 4 + group / 2);
+        if constexpr (F::MINIMA) {  // lane t of a row's 4 holds those of groups 2 t and 2 t + 1
+            const u32 minima = __shfl_sync(0xffffffffu, held.extra[which], group / 2, 4);
             least = group % 2 ? high_f16(minima) : low_f16(minima);
         }
     }
