@@ -51,7 +51,8 @@ _EXPONENTS = {
     "BF16": (np.uint16, 0x807F, 0x3C00),
 }
 _SCALES = {
-    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)
 }  # fmt: skip
 
 _BOUND, _HOST, _PEER = "the bytes alone", "host, 4 threads", "gguf and torch"

@@ -25,7 +25,7 @@ from benchmarks.kernels.timing import StepBench
 from ostinato.bench.shapes import SHAPES
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda.bricks import BRICK, FORMATS, Packing, Part
+from ostinato.models.cuda.bricks import BRICK, FORMAT_OF, FORMATS, Packing, Part
 from ostinato.models.cuda.shapes import (
     PRODUCTS,
     REGISTERS,
@@ -99,8 +99,8 @@ def check(gpu: Gpu) -> None:
     """Checks every type against NumPy."""
     benches = []
     for config, kinds in (
-        (CHECKED, ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")),
-        (RAGGED, ("Q8_0", "Q4_0", "Q4_1")),
+        (CHECKED, [*FORMAT_OF]),
+        (RAGGED, [kind for kind in FORMAT_OF if not kind.endswith("_K")]),
     ):
         for kind in kinds:
             types = dict.fromkeys(_TENSORS, kind)

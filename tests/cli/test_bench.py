@@ -29,6 +29,7 @@ from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.bench.ways import DecoderWay, LaunchMode, Timed, Times
 from ostinato.cli.bench import Output, _finish, bench
 from ostinato.device import Device
+from ostinato.errors import InputError
 from ostinato.models import Decoder, decode_program
 from ostinato.models.config import tensor_shapes
 from ostinato.models.host import packed_kernels
@@ -59,6 +60,15 @@ def test_no_two_rows_of_packed_random_weights_are_the_same(recipe: str) -> None:
     with random_checkpoint(replace(config, inner=256), recipe=recipe) as checkpoint:
         rows = checkpoint.stored("embed").reshape(config.vocabulary, -1)
         assert len({row.tobytes() for row in rows}) == config.vocabulary
+
+
+def test_rows_that_are_no_whole_blocks_have_the_types_that_llama_cpp_takes() -> None:
+    with random_checkpoint(replace(TINY, inner=256), recipe="Q4_K_M") as checkpoint:
+        kinds = {name: checkpoint.raw(f"layers.1.{name}").type for name in ("wq", "wv", "w_down")}
+        assert kinds == {"wq": "Q5_0", "wv": "Q8_0", "w_down": "Q6_K"}
+        assert checkpoint.raw("embed").type == "Q8_0"
+    with pytest.raises(InputError, match="rows of 80 values, which are no whole blocks of Q5_0"):
+        random_checkpoint(replace(TINY, inner=80), recipe="Q4_K_M")
 
 
 def test_weights_count_where_they_are_used_and_not_where_they_are_prefetched(
@@ -280,7 +290,6 @@ def test_the_floor_of_a_prompt_counts_every_piece() -> None:
     [
         (("--shape", "7T"), "135M"),
         (("--weights", "q3_0"), "no recipe 'q3_0'"),
-        (("--weights", "q4_k_m"), "no whole blocks of Q6_K"),
         (("--weights", "bf16"), "are for GPUs"),
         (("--batch", "65"), "65"),
         (("--batch", "0"), "1 to 64"),

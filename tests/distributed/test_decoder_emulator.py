@@ -114,6 +114,7 @@ def test_ranks_agree_with_one_device_on_the_emulator(
     [
         ("Q8_0", 32, 256, "Q8_0", ("auto", "bf16")),
         ("Q4_K_M", 128, 512, "Q4_K, Q6_K", ("auto",)),
+        ("Q5_1", 32, 256, "Q5_1", ("auto",)),
     ],
 )
 def test_a_ranks_share_of_packed_weights(

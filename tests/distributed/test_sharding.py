@@ -120,7 +120,7 @@ def whole_tensor(checkpoint: Checkpoint, sharding: Sharding, name: str) -> np.nd
     return cut.of(checkpoint.tensor(sharding.source(name)))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_rank_reads_its_part_of_a_gguf_file(tmp_path: Path, kind: str, tied: bool) -> None:
     """Queries and keys are in another order in the file, head by head."""

@@ -51,6 +51,7 @@ static const struct {
     {KIND_F32, 1, 4, {-1, -1}},      {KIND_F16, 1, 2, {0, -1}},      {KIND_BF16, 1, 2, {-1, -1}},
     {KIND_Q4_0, 32, 18, {0, -1}},    {KIND_Q4_1, 32, 20, {0, 2}},    {KIND_Q8_0, 32, 34, {0, -1}},
     {KIND_Q4_K, 256, 144, {0, 2}},   {KIND_Q5_K, 256, 176, {0, 2}},  {KIND_Q6_K, 256, 210, {208, -1}},
+    {KIND_Q5_0, 32, 22, {0, -1}},    {KIND_Q5_1, 32, 24, {0, 2}},    {KIND_IQ4_NL, 32, 18, {0, -1}},
 };
 
 /* A half float of moderate size, or now and then one below the normal numbers. */

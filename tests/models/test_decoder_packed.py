@@ -69,6 +69,8 @@ def logits_of(config: LlamaConfig, recipe: str, tokens: list[int]) -> Any:
         pytest.param(replace(RAGGED, qkv_bias=True), "Q8_0", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q4_1", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q8_0", marks=pytest.mark.slow),
+        pytest.param(RAGGED, "Q5_1", marks=pytest.mark.slow),
+        (replace(RAGGED, inner=256), "Q4_K_M"),  # way down Q4_K and Q6_K, the rest Q5_0 and Q8_0
     ],
 )
 def test_tokens_of_every_kind_of_step_agree_with_numpy(

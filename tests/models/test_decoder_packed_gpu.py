@@ -33,7 +33,10 @@ RAGGED = llama(9, 3, 64, inner=480, vocabulary=301, context_length=1024)
 # One process has all tests of a case, whose NumPy logits take long.
 CASES = [
     pytest.param(config, recipe, id=name, marks=pytest.mark.xdist_group(name))
-    for config, recipes in ((CONFIG, RECIPES), (RAGGED, ("Q8_0", "Q4_0", "Q4_1")))
+    for config, recipes in (
+        (CONFIG, RECIPES),
+        (RAGGED, ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K_M")),
+    )
     for recipe in recipes
     for name in [f"{recipe}, hidden {config.hidden}"]
 ]

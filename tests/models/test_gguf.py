@@ -41,7 +41,7 @@ def test_config_comes_back(tmp_path: Path) -> None:
         assert checkpoint.tokenizer.metadata["tokenizer.ggml.pre"] == "smollm"
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_every_tensor_in_half_split_order(tmp_path: Path, kind: str) -> None:
     values = weights()
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", values, kind=kind)) as checkpoint:
@@ -58,9 +58,8 @@ def test_every_tensor_in_half_split_order(tmp_path: Path, kind: str) -> None:
             assert np.array_equal(got, value), name
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants(tmp_path: Path, kind: str) -> None:
-    """`gguf` cannot quantise to these types."""
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+def test_types_that_gguf_cannot_quantise_to(tmp_path: Path, kind: str) -> None:
     quantised = gguf.GGMLQuantizationType[kind]
     made = random_blocks(kind, (512, 256), np.random.default_rng(1))
     path = write_gguf(tmp_path / "m.gguf", config=WIDE, raw={"layers.0.w_gate": (made, quantised)})
@@ -328,10 +327,11 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_unsupported_type_names_tensor_and_types(tmp_path: Path) -> None:
-    quantised = gguf.GGMLQuantizationType.Q5_0
-    blocks = quantize(weights()["layers.0.w_up"], quantised)
-    path = write_gguf(tmp_path / "m.gguf", raw={"layers.0.w_up": (blocks, quantised)})
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up.*Q5_0.*Q4_K, Q5_K, Q6_K"):
+    quantised = gguf.GGMLQuantizationType.TQ2_0
+    blocks = quantize(weights(WIDE)["layers.0.w_up"], quantised)
+    raw = {"layers.0.w_up": (blocks, quantised)}
+    path = write_gguf(tmp_path / "m.gguf", config=WIDE, raw=raw)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_up.*TQ2_0.*Q4_K, Q5_K, Q6_K"):
         open_checkpoint(path)
 
 

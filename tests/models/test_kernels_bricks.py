@@ -17,6 +17,7 @@ from benchmarks.kernels import checks
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import (
     BRICK,
+    FORMAT_OF,
     FORMATS,
     Part,
     formats_of,
@@ -57,16 +58,22 @@ def types_of(kind: str, **others: str) -> dict[str, str]:
 
 
 CASES: dict[str, tuple[LlamaConfig, dict[str, str], tuple[int, ...] | None]] = {
-    **{kind: (WHOLE, types_of(kind), None) for kind in FORMATS},
+    **{kind: (WHOLE, types_of(kind), None) for kind in FORMAT_OF},
     **{
         f"{kind}, ragged": (
             replace(RAGGED, heads=4, head_size=24, hidden=352),
             types_of(kind),
             None,
         )
-        for kind in ("Q8_0", "Q4_0", "Q4_1")
+        for kind in FORMAT_OF
+        if not kind.endswith("_K")
     },
     "as Q4_K_M": (WHOLE, types_of("Q4_K", wv="Q6_K", w_down="Q6_K", embed="Q6_K"), (1, 2, 2, 1)),
+    "as narrow Q4_K_M": (
+        replace(RAGGED, heads=4, head_size=24, hidden=352, inner=512),
+        types_of("Q5_0", wv="Q8_0", w_down="Q6_K", embed="Q8_0", head="Q8_0"),
+        None,
+    ),
     "all sorts": (
         WHOLE,
         types_of("Q5_K", wq="Q4_0", wk="Q8_0", wo="Q4_1", w_down="Q4_1"),
@@ -115,7 +122,14 @@ def cases_of(*rows: int) -> list[tuple[str, int]]:
 
 
 QUICK = {
-    *(("Q8_0, ragged", 1), ("Q4_1, ragged", 9), ("all sorts", 1), ("as Q4_K_M", 9)),
+    *(
+        ("Q8_0, ragged", 1),
+        ("Q5_1, ragged", 9),
+        ("as narrow Q4_K_M", 1),
+        ("IQ4_NL", 9),
+        ("all sorts", 1),
+        ("as Q4_K_M", 9),
+    ),
     *(("gate and up differ", 9), ("some are not packed", 1)),
 }
 """Every type once, every way to lie, one row and several: a case is up to seven compilations."""
@@ -211,6 +225,7 @@ def test_how_matrices_are_packed() -> None:
     assert packing("layers.0.w_gate_up", ("Q4_0", "Q4_1"), (96, 96), 512) is None
     assert packing("layers.0.w_down", ("Q4_0",), (16,), 53248) is None
     assert packing("embed", ("Q6_K",), (257,), 512) == (Part("Q6_K", 129),)
+    assert packing("layers.0.w_gate_up", ("IQ4_NL", "Q8_0"), (96, 96), 288) == (Part("Q8_0", 96),)
 
 
 def test_bytes_are_those_of_the_file() -> None:

@@ -40,7 +40,8 @@ INSTRUCTIONS = kernels_packed._extension.INSTRUCTIONS if kernels_packed.compiled
 
 # Where a block has its float16 numbers.
 HALVES = {
-    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "IQ4_NL": (0,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 
 

@@ -28,12 +28,23 @@ _PIECE = 1 << 22  # values that one thread writes at a time
 _PACKED_VALUES = 1 << 22  # the least number of values in a random piece of packed blocks
 
 
-RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_K", "Q6_K", "Q4_K_M")
+RECIPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q5_K", "Q6_K", "Q4_K_M")
 """Recipes of packed files: one type for all matrices, or llama.cpp's mixture Q4_K_M."""
+# What llama.cpp takes for rows that are no whole blocks of 256.
+_OF_NARROW = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+# Standard deviations of the codes, or of IQ4_NL's values; and their means where there is a minimum.
+_CODES = {"Q8_0": 74.0, "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "IQ4_NL": 69.6}
+_MIDDLES = {"Q4_1": 7.5, "Q5_1": 15.5}
 
 
 def recipe_type(recipe: str, config: LlamaConfig, name: str) -> str:
     """Returns the tensor type of a matrix, by its canonical name, in a file of a recipe."""
+    kind = _wanted_type(recipe, config, name)
+    whole_blocks = tensor_shapes(config)[name][1] % BLOCK_TYPES[kind].values == 0
+    return kind if whole_blocks else _OF_NARROW.get(kind, kind)
+
+
+def _wanted_type(recipe: str, config: LlamaConfig, name: str) -> str:
     if recipe != "Q4_K_M":
         return recipe
     layer, _, last = name.rpartition(".")
@@ -59,11 +70,11 @@ def random_blocks(
     def halves(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
         return values.astype(np.float16).view(np.uint8)
 
-    if kind in ("Q8_0", "Q4_0", "Q4_1"):
-        scale = spread / np.float32(74.0 if kind == "Q8_0" else 4.6)
+    if kind in _CODES:
+        scale = spread / np.float32(_CODES[kind])
         made[..., :2] = halves(scale)
-        if kind == "Q4_1":
-            made[..., 2:4] = halves(scale * np.float32(-7.5))
+        if kind in _MIDDLES:
+            made[..., 2:4] = halves(scale * np.float32(-_MIDDLES[kind]))
     elif kind == "Q6_K":
         made[..., 192:208] = rng.integers(32, 96, (rows, count, 16), np.uint8)
         made[..., 192:208:3] ^= 0xFF  # makes every third scale negative
@@ -151,7 +162,7 @@ class PackedCheckpoint(StoredCheckpoint):
             if shape[-1] % block.values:
                 raise InputError(
                     f"{tensor} has rows of {shape[-1]} values, which are no whole blocks of "
-                    f"{kind} ({block.values}); take q8_0, q4_0 or q4_1"
+                    f"{kind} ({block.values})"
                 )
             size = math.prod(shape) // block.values * block.size
             tensors[tensor] = RawTensor(tensor, kind, shape, path, 0, size)

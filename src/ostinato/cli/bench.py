@@ -87,8 +87,9 @@ def bench(
     weights: Annotated[
         str,
         typer.Option(
-            help="auto, packed or bf16, as for `ostinato generate`; or q8_0, q4_0, q4_1, q5_k, "
-            "q6_k or q4_k_m: the shape's random weights are quantised so, and stay packed.",
+            help="auto, packed or bf16, as for `ostinato generate`; or q8_0, q4_0, q4_1, q5_0, "
+            "q5_1, iq4_nl, q5_k, q6_k or q4_k_m: the shape's random weights are quantised so, and "
+            "stay packed.",
         ),
     ] = "auto",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at most; all take turns in each.")] = 5,

@@ -24,7 +24,7 @@ from ostinato.models.backend import (
 )
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import shapes
-from ostinato.models.cuda.bricks import FORMATS, Formats, formats_of, pays
+from ostinato.models.cuda.bricks import FORMAT_OF, Formats, formats_of, pays
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.library import (
     LibraryLowering,
@@ -200,7 +200,7 @@ class CudaBackend:
         if wanted == "packed" and not found:
             raise InputError(
                 f"{checkpoint.path}: weights='packed', but it has no quantised matrix that the "
-                f"kernels read so; they read {', '.join(FORMATS)}"
+                f"kernels read so; they read {', '.join(FORMAT_OF)}"
             )
         return found
 

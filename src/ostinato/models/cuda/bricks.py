@@ -4,7 +4,7 @@ A GGUF file's quantised matrix keeps its bits and gets another order (see kernel
 16 rows of 256 inputs are a *brick*, which the tensor cores' lanes read 16 bytes at a time.
 Queries, keys and values, stacked in one matrix, have separate rows of bricks, so they may be of
 three types; gate and up share bricks, so they must be of one.  A matrix that does not fit these
-rules is bfloat16.
+rules is bfloat16.  IQ4_NL alone takes more bytes than in the file: it becomes Q8_0.
 
 Where a row's inputs are not whole bricks, the last brick still has the scales of a whole one, and
 the matrix is a few percent larger than in the file.
@@ -29,7 +29,7 @@ _MOST_INPUTS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The sizes of a packed type's bricks, in bytes: `unit` for the codes of 64 inputs, `rest` for
+    """The sizes of a format's bricks, in bytes: `unit` for the codes of 64 inputs, `rest` for
     a brick's scales, minima and high bits."""
 
     unit: int
@@ -46,16 +46,20 @@ FORMATS: Mapping[str, Format] = {
     "Q8_0": Format(1024, 256),
     "Q4_0": Format(512, 256),
     "Q4_1": Format(512, 512),
+    "Q5_0": Format(512, 768),
+    "Q5_1": Format(512, 1024),
     "Q4_K": Format(512, 256),
     "Q5_K": Format(512, 768),
     "Q6_K": Format(512, 1312),
 }
-"""Formats by the tensor type's name."""
+"""Formats by name."""
+FORMAT_OF: Mapping[str, str] = {kind: kind for kind in FORMATS} | {"IQ4_NL": "Q8_0"}
+"""Names of formats by the tensor type in the file.  IQ4_NL's sixteen values are exact in 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive rows of bricks of one tensor type, `kind`, with their number of output pairs."""
+    """Consecutive rows of bricks of one format, `kind`, with their number of output pairs."""
 
     kind: str
     pairs: int
@@ -75,11 +79,13 @@ _PAYS_TO = 14336
 def packing(name: str, kinds: Sequence[str], rows: Sequence[int], columns: int) -> Packing | None:
     """Returns the packing of a matrix that consists of these tensors; None for bfloat16.
 
-    `name`: its name in `weight_shapes`.  `kinds`, `rows`: types and rows of the tensors.
+    `name`: its name in `weight_shapes`.  `kinds`, `rows`: types in the file and rows of the
+    tensors.
     `columns`: number of inputs.
     """
-    if columns > _MOST_INPUTS or any(kind not in FORMATS for kind in kinds):
+    if columns > _MOST_INPUTS or any(kind not in FORMAT_OF for kind in kinds):
         return None
+    kinds = [FORMAT_OF[kind] for kind in kinds]
     if name.endswith("w_gate_up"):
         return (Part(kinds[0], rows[0]),) if len(set(kinds)) == 1 else None
     made: list[Part] = []

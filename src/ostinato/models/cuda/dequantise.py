@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import Buffer, Device, LaunchConfig, Source, Stream, prepare
-from ostinato.models.cuda.bricks import FORMATS, Placed
+from ostinato.models.cuda.bricks import FORMAT_OF, Placed
 from ostinato.models.cuda.lowering import source_of
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import SUPPORTED_TYPES
@@ -51,7 +51,7 @@ def repack_source() -> Source:
         "stored: *const u8, bricks: *u8, row_bytes: u32, columns: u32, first: u32, head: u32, "
         "size: u32"
     )
-    return source_of("repack", {f"{kind}_to_bricks": to_bricks for kind in FORMATS})
+    return source_of("repack", {f"{kind}_to_bricks": to_bricks for kind in FORMAT_OF})
 
 
 def convert_on_device(

@@ -121,6 +121,47 @@ INLINE void q4_1_values(const uint8_t *block, const float *scales, uint32_t i, i
     codes_of_16_bytes(codes_affine(scale, least), block + 4, a, b);
 }
 
+/* Unpacks thirty-two codes: a word with the fifth bits, then the lower four of each. */
+INLINE bytes32 codes_of_five_bits(const uint8_t *from)
+{
+    return bytes_or(bytes_of_nibbles(from + 4), bytes_of_bits(from, 16));
+}
+
+HALVES_TO_GATHER(q5_0, 22, 1)
+INLINE void q5_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
+{
+    (void)sub;
+    lanes scale = lanes_set(scales[i]);
+    bytes32 codes = bytes_sub(codes_of_five_bits(block + 2), 16);
+    *a = lanes_mul(bytes_first(codes), scale);
+    *b = lanes_mul(bytes_second(codes), scale);
+}
+
+HALVES_TO_GATHER(q5_1, 24, 2)
+INLINE void q5_1_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                        lanes *b)
+{
+    (void)sub;
+    lanes scale = lanes_set(scales[2 * i]), least = lanes_set(scales[2 * i + 1]);
+    bytes32 codes = codes_of_five_bits(block + 4);
+    *a = lanes_add(lanes_mul(bytes_first(codes), scale), least);
+    *b = lanes_add(lanes_mul(bytes_second(codes), scale), least);
+}
+
+HALVES_TO_GATHER(iq4_nl, 18, 1)
+INLINE void iq4_nl_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
+                          lanes *b)
+{
+    static const int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                      1,    13,   25,  38,  53,  69,  89,  113};
+    (void)sub;
+    lanes scale = lanes_set(scales[i]);
+    bytes32 values = bytes_look_up(VALUES, bytes_of_nibbles(block + 2));
+    *a = lanes_mul(bytes_first(values), scale);
+    *b = lanes_mul(bytes_second(values), scale);
+}
+
 NOTHING_TO_GATHER(q4_k, k_scales(block, out))
 INLINE void q4_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
                         lanes *b)
@@ -271,6 +312,9 @@ FLOATS(f16, 2)
 FLOATS(bf16, 2)
 BLOCKS(q4_0, 1, 18)
 BLOCKS(q4_1, 1, 20)
+BLOCKS(q5_0, 1, 22)
+BLOCKS(q5_1, 1, 24)
+BLOCKS(iq4_nl, 1, 18)
 BLOCKS(q8_0, 1, 34)
 BLOCKS(q4_k, 8, 144)
 BLOCKS(q5_k, 8, 176)
@@ -283,6 +327,9 @@ BLOCKS(q6_k, 8, 210)
     case KIND_BF16: bf16_##CALL(__VA_ARGS__); break;                                               \
     case KIND_Q4_0: q4_0_##CALL(__VA_ARGS__); break;                                               \
     case KIND_Q4_1: q4_1_##CALL(__VA_ARGS__); break;                                               \
+    case KIND_Q5_0: q5_0_##CALL(__VA_ARGS__); break;                                               \
+    case KIND_Q5_1: q5_1_##CALL(__VA_ARGS__); break;                                               \
+    case KIND_IQ4_NL: iq4_nl_##CALL(__VA_ARGS__); break;                                           \
     case KIND_Q8_0: q8_0_##CALL(__VA_ARGS__); break;                                               \
     case KIND_Q4_K: q4_k_##CALL(__VA_ARGS__); break;                                               \
     case KIND_Q5_K: q5_k_##CALL(__VA_ARGS__); break;                                               \

@@ -92,11 +92,5 @@ INLINE lanes floats_16(__m128i x)
 /* Convert the first or the second sixteen signed bytes to float. */
 INLINE lanes bytes_first(bytes32 x) { return floats_16(_mm256_castsi256_si128(x)); }
 INLINE lanes bytes_second(bytes32 x) { return floats_16(_mm256_extracti128_si256(x, 1)); }
-INLINE bytes32 bytes_of_nibbles(const uint8_t *from)
-{
-    __m128i both = _mm_loadu_si128((const __m128i *)from), mask = _mm_set1_epi8(15);
-    return _mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), mask),
-                            _mm_and_si128(both, mask));
-}
 
 #include "codes.h"

@@ -82,6 +82,23 @@ INLINE bytes32 bytes_or(bytes32 x, bytes32 y)
 {
     return (bytes32){vorrq_u8(x.a, y.a), vorrq_u8(x.b, y.b)};
 }
+/* `value` in the bytes whose bit of the word is set, 0 in the others. */
+INLINE uint8x16_t bytes_of_16_bits(const uint8_t *from, uint8_t value)
+{
+    uint8x16_t bits = vcombine_u8(vdup_n_u8(from[0]), vdup_n_u8(from[1]));
+    uint8x16_t own = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    return vandq_u8(vtstq_u8(bits, own), vdupq_n_u8(value));
+}
+INLINE bytes32 bytes_of_bits(const uint8_t *from, uint8_t value)
+{
+    return (bytes32){bytes_of_16_bits(from, value), bytes_of_16_bits(from + 2, value)};
+}
+/* The table's bytes at these places, 0 to 15. */
+INLINE bytes32 bytes_look_up(const int8_t *table, bytes32 places)
+{
+    uint8x16_t sixteen = vreinterpretq_u8_s8(vld1q_s8(table));
+    return (bytes32){vqtbl1q_u8(sixteen, places.a), vqtbl1q_u8(sixteen, places.b)};
+}
 INLINE bytes32 bytes_sub(bytes32 x, uint8_t y)
 {
     uint8x16_t less = vdupq_n_u8(y);

@@ -117,6 +117,27 @@ INLINE bytes32 bytes_or(bytes32 x, bytes32 y)
 {
     return (bytes32){{x.v[0] | y.v[0], x.v[1] | y.v[1]}};
 }
+/* `value` in the bytes whose bit of the word is set, 0 in the others. */
+INLINE bytes bytes_of_16_bits(const uint8_t *from, uint8_t value)
+{
+    const bytes own = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    typedef uint64_t two __attribute__((vector_size(16)));
+    bytes bits = (bytes)(two){from[0] * 0x0101010101010101u, from[1] * 0x0101010101010101u};
+    return (bytes)((bits & own) != 0) & value;
+}
+INLINE bytes32 bytes_of_bits(const uint8_t *from, uint8_t value)
+{
+    return (bytes32){{bytes_of_16_bits(from, value), bytes_of_16_bits(from + 2, value)}};
+}
+/* The table's bytes at these places, 0 to 15. */
+INLINE bytes32 bytes_look_up(const int8_t *table, bytes32 places)
+{
+    uint8_t found[32];
+    memcpy(found, &places, sizeof found);
+    for (int i = 0; i < 32; i++)
+        found[i] = (uint8_t)table[found[i]];
+    return bytes_load(found);
+}
 INLINE bytes32 bytes_sub(bytes32 x, uint8_t y) { return (bytes32){{x.v[0] - y, x.v[1] - y}}; }
 INLINE lanes lanes_of_signed(bytes x)
 {

@@ -151,6 +151,9 @@ block_of(uint32_t kind, uint32_t *values, uint32_t *bytes)
     case KIND_BF16: *values = 1, *bytes = 2; return 1;
     case KIND_Q4_0: *values = 32, *bytes = 18; return 1;
     case KIND_Q4_1: *values = 32, *bytes = 20; return 1;
+    case KIND_Q5_0: *values = 32, *bytes = 22; return 1;
+    case KIND_Q5_1: *values = 32, *bytes = 24; return 1;
+    case KIND_IQ4_NL: *values = 32, *bytes = 18; return 1;
     case KIND_Q8_0: *values = 32, *bytes = 34; return 1;
     case KIND_Q4_K: *values = 256, *bytes = 144; return 1;
     case KIND_Q5_K: *values = 256, *bytes = 176; return 1;

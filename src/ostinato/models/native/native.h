@@ -14,10 +14,13 @@ enum kind {
     KIND_F16 = 1,
     KIND_Q4_0 = 2,
     KIND_Q4_1 = 3,
+    KIND_Q5_0 = 6,
+    KIND_Q5_1 = 7,
     KIND_Q8_0 = 8,
     KIND_Q4_K = 12,
     KIND_Q5_K = 13,
     KIND_Q6_K = 14,
+    KIND_IQ4_NL = 20,
     KIND_BF16 = 30,
 };
 

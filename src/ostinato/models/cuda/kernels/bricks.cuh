@@ -10,7 +10,7 @@
 //               of byte i.  Two: [row][lane][j / 2], a word: bits 4 (j % 2) + 2 second of byte i
 //     scales    [row][g], 16 bytes: 8 halves, one for each group; for K types as in the file: scale and
 //               scale of minima (halves), 12 bytes of scales and minima; for Q6_K 16 signed bytes
-//     extra     Q4_1: minima, [lane][row], 2 halves (groups 2 t and 2 t + 1).  Q6_K: scale, [g][row],
+//     extra     Q4_1, Q5_1: minima, [lane][row], 2 halves (groups 2 t and 2 t + 1).  Q6_K: scale, [g][row],
 //               a half
 //
 // If a row's inputs end within a brick, its codes end with the last pair of groups that has inputs.
@@ -34,6 +34,14 @@ struct Q4_0 {
 };
 struct Q4_1 {
     static constexpr int BITS = 4, EXTRA = 256, OFFSET = 0;
+    static constexpr bool K_TYPE = false, MINIMA = true, HALVES = false;
+};
+struct Q5_0 {
+    static constexpr int BITS = 5, EXTRA = 0, OFFSET = 16;
+    static constexpr bool K_TYPE = false, MINIMA = false, HALVES = false;
+};
+struct Q5_1 {
+    static constexpr int BITS = 5, EXTRA = 256, OFFSET = 0;
     static constexpr bool K_TYPE = false, MINIMA = true, HALVES = false;
 };
 struct Q4_K {

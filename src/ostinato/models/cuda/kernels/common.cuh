@@ -474,6 +474,12 @@ DEVICE u64* keys_of(float* workspace) { return reinterpret_cast<u64*>(partials_o
 DEVICE float low_half(u32 w) { return __uint_as_float(w << 16); }
 DEVICE float high_half(u32 w) { return __uint_as_float(w & 0xffff0000u); }
 
+// Returns a value of IQ4_NL's table.  `code`: 0 to 15.
+DEVICE int iq4_nl_value(u32 code) {
+    static constexpr int VALUES[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    return VALUES[code];
+}
+
 // The first position that a row at position `length` - 1 attends to; `window` is 0 for all positions.
 DEVICE int first_position(int length, u32 window) {
     const int most = static_cast<int>(window);

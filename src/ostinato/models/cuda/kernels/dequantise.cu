@@ -55,6 +55,30 @@ struct Q4_1 {  // scale, minimum, 32 x 4 bits
         return __fadd_rn(scaled, half_value(block + 2));
     }
 };
+DEVICE float five_bits(const u8* packed, u32 i) {  // code i of 32: a word with the fifth bits, 32 x 4 bits
+    const u32 high = packed[i / 8] >> (i % 8) & 1;
+    return four_bits(packed + 4, i) + static_cast<float>(high << 4);
+}
+struct Q5_0 {  // scale, codes of five bits; a value is (code - 16) * scale
+    static DEVICE float value(const u8* row, u32 i) {
+        const u8* const block = row + i / 32 * 22;
+        return __fmul_rn(five_bits(block + 2, i % 32) - 16.0f, half_value(block));
+    }
+};
+struct Q5_1 {  // scale, minimum, codes of five bits
+    static DEVICE float value(const u8* row, u32 i) {
+        const u8* const block = row + i / 32 * 24;
+        const float scaled = __fmul_rn(five_bits(block + 4, i % 32), half_value(block));
+        return __fadd_rn(scaled, half_value(block + 2));
+    }
+};
+struct IQ4_NL {  // scale, 32 x 4 bits, which number the values of a table
+    static DEVICE float value(const u8* row, u32 i) {
+        const u8* const block = row + i / 32 * 18;
+        const int q = iq4_nl_value(block[2 + i % 16] >> (i % 32 / 16 * 4) & 15);
+        return __fmul_rn(static_cast<float>(q), half_value(block));
+    }
+};
 // A block of 256 values in 8 parts of 32: scale, scale of minima, 8 x (6 bits of scale, 6 bits of minimum).
 DEVICE float part_value(const u8* block, u32 part, u32 q) {
     const u8* const scales = block + 4;
@@ -132,6 +156,9 @@ FORMAT(BF16)
 FORMAT(Q8_0)
 FORMAT(Q4_0)
 FORMAT(Q4_1)
+FORMAT(Q5_0)
+FORMAT(Q5_1)
+FORMAT(IQ4_NL)
 FORMAT(Q4_K)
 FORMAT(Q5_K)
 FORMAT(Q6_K)

@@ -17,6 +17,24 @@ template <> struct Stored<Q4_1> {
     static constexpr int VALUES = 32, BYTES = 20, SCALE = 0;
     static DEVICE u32 code(const u8* block, int k) { return block[4 + k % 16] >> (k / 16 * 4) & 15; }
 };
+template <> struct Stored<Q5_0> {
+    static constexpr int VALUES = 32, BYTES = 22, SCALE = 0;
+    static DEVICE u32 code(const u8* block, int k) {
+        const u32 low = block[6 + k % 16] >> (k / 16 * 4) & 15;
+        return low | (block[2 + k / 8] >> (k % 8) & 1) << 4;
+    }
+};
+template <> struct Stored<Q5_1> {
+    static constexpr int VALUES = 32, BYTES = 24, SCALE = 0;
+    static DEVICE u32 code(const u8* block, int k) { return Stored<Q5_0>::code(block + 2, k); }
+};
+struct IQ4_NL : Q8_0 {};  // the table's values are bytes
+template <> struct Stored<IQ4_NL> {
+    static constexpr int VALUES = 32, BYTES = 18, SCALE = 0;
+    static DEVICE u32 code(const u8* block, int k) {
+        return static_cast<u8>(iq4_nl_value(Stored<Q4_0>::code(block, k)));
+    }
+};
 template <> struct Stored<Q4_K> {
     static constexpr int VALUES = 256, BYTES = 144, SCALE = 0;
     static DEVICE u32 code(const u8* block, int k) {
@@ -69,13 +87,14 @@ DEVICE void repack(const u8* stored, u8* bricks, u32 row_bytes, u32 columns, u32
         u8* const scales = high + Brick<F>::HIGH_LOADS * 512;
         u8* const extra = scales + 256;
         const bool there = j * 32 < rest;  // rows are whole blocks of at least 32 inputs
-        auto code = [&](int group, int second, int i) {
+        auto code = [&](int group, int second, int i) -> u32 {
+            if (group * 32 >= rest) return 0;
             const int k = start + group * 32 + second * 16 + t * 4 + i;
             return From::code(from + k / From::VALUES * From::BYTES, k % From::VALUES);
         };
         auto word = [&](int second) {
             u32 made = 0;
-            for (int i = 0; i < 4; i++) made |= (there ? code(j, second, i) : 0) << (8 * i);
+            for (int i = 0; i < 4; i++) made |= code(j, second, i) << (8 * i);
             return made;
         };
         const u32 early = word(0), late = word(1);
@@ -130,6 +149,9 @@ DEVICE void repack(const u8* stored, u8* bricks, u32 row_bytes, u32 columns, u32
 REPACK(Q8_0)
 REPACK(Q4_0)
 REPACK(Q4_1)
+REPACK(Q5_0)
+REPACK(Q5_1)
+REPACK(IQ4_NL)
 REPACK(Q4_K)
 REPACK(Q5_K)
 REPACK(Q6_K)

@@ -24,6 +24,8 @@ DEVICE void unpack(const u8* bricks, bf16* out, u64 offset, u32 columns, u32 fir
 UNPACK(Q8_0)
 UNPACK(Q4_0)
 UNPACK(Q4_1)
+UNPACK(Q5_0)
+UNPACK(Q5_1)
 UNPACK(Q4_K)
 UNPACK(Q5_K)
 UNPACK(Q6_K)
