@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import random
 import re
@@ -439,6 +440,9 @@ def test_another_model_path_method_or_type(server: Server) -> None:
     check(call(server, "GET", CHAT), 405, "Method Not Allowed")
     typed = {"content-type": "text/plain"}
     check(call(server, "POST", CHAT, ASK, **typed), 415, "must be application/json")
+    packed = {"content-encoding": "gzip"}
+    check(call(server, "POST", CHAT, gzip.compress(b"{}"), **packed), 415, "'gzip' is not read")
+    assert call(server, "POST", CHAT, ASK, **{"content-encoding": "identity"}).status == 200
     typed = {"content-type": "Application/JSON; charset=utf-8"}
     assert call(server, "POST", CHAT, ASK, **typed).status == 200
 
@@ -531,11 +535,17 @@ def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
             bearer = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
             assert call(server, "POST", CHAT, ASK, **bearer).status == 200
             assert call(server, "GET", "/metrics", **bearer, host="any.name").status == 200
+            for name in ("X-Api-Key", "api-key"):
+                named = {name: key.encode().decode("latin-1")}
+                assert call(server, "GET", "/v1/models", **named).status == 200
         assert client(server, "first").models.list().data
         with pytest.raises(openai.AuthenticationError, match="a key is needed"):
             client(server, "wrong").models.list()
         for path in ("/v1/models", "/metrics"):
-            for headers in ({}, {"authorization": "first"}, {"authorization": "Bearer "}):
+            for headers in (
+                *({}, {"authorization": "first"}, {"authorization": "Bearer "}),
+                *({"x-api-key": "wrong"}, {"api-key": ""}),
+            ):
                 reply = call(server, "GET", path, **headers)
                 check(reply, 401, "a key is needed")
                 assert reply.headers["www-authenticate"] == "Bearer"

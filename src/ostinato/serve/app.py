@@ -66,6 +66,8 @@ _EVENT_STREAM = {
     "cache-control": "no-store",
     "x-accel-buffering": "no",
 }
+_KEY_HEADERS = ("x-api-key", "api-key")
+"""Headers in which clients of other services send a key, besides Authorization."""
 _CHARACTERS_PER_TOKEN = 64
 """Characters per token beyond which a prompt is refused before it is tokenized: it cannot fit the
 context, and tokenizing it would block other requests for seconds.  A token of text has 3 to 5."""
@@ -123,6 +125,11 @@ class Service:
             # A web page may send other content types to any address without a CORS preflight
             # request.
             raise ApiError(415, "the content type must be application/json")
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            raise ApiError(
+                415, f"the content encoding {coding[:50]!r} is not read: send plain JSON"
+            )
         refused = self.engine.refuses(1, self._being_made)  # before any work is done for it
         if refused is not None:
             raise _refusal(refused)
@@ -339,13 +346,16 @@ class Service:
     def _require_key(self, request: Request) -> None:
         if not self.keys:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        found = given.strip().encode("latin-1")  # the bytes as they were sent
-        right = [hmac.compare_digest(found, key.encode()) for key in self.keys]
-        if scheme.lower() != "bearer" or not any(right):
+        headers = request.headers
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
+        given += [headers[name] for name in _KEY_HEADERS if name in headers]
+        found = [one.strip().encode("latin-1") for one in given]  # the bytes as they were sent
+        right = [hmac.compare_digest(one, key.encode()) for one in found for key in self.keys]
+        if not any(right):
             raise ApiError(
                 401,
-                "a key is needed: Authorization: Bearer …",
+                "a key is needed: Authorization: Bearer …, or x-api-key: …",
                 kind="authentication_error",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
