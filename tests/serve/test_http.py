@@ -555,6 +555,26 @@ def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
             assert call(server, "GET", path).status == 200
 
 
+def test_web_pages_of_named_origins(reference: TextGenerator) -> None:
+    page, wanted = {"origin": "https://app.example"}, "access-control-allow-origin"
+    asks = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "content-type, x-api-key",
+    }
+    with running(reference, keys=("key",), origins=(page["origin"],)) as server:
+        assert call(server, "OPTIONS", CHAT, **page, **asks).status == 200
+        for key, status in (("key", 200), ("wrong", 401)):
+            reply = call(server, "POST", CHAT, ASK, **page, **{"x-api-key": key})
+            assert (reply.status, reply.headers[wanted]) == (status, page["origin"])
+        other = {"origin": "https://other.example"}
+        assert call(server, "OPTIONS", CHAT, **other, **asks).status == 400
+        reply = call(server, "POST", CHAT, ASK, **other, **{"x-api-key": "key"})
+        assert reply.status == 200 and wanted not in reply.headers
+    with running(reference) as server:
+        assert call(server, "OPTIONS", CHAT, **page, **asks).status == 405
+        assert wanted not in call(server, "POST", CHAT, ASK, **page).headers
+
+
 # ---------------------------------------------------------------------------- how the server is
 
 

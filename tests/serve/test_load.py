@@ -317,6 +317,8 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         (("--top-p", "2"), "--top-p"),
         (("--host", "no such host"), "host"),
         (("--api-key", " x"), "a key is text without spaces around it"),
+        (("--cors", "app.example"), "is no origin"),
+        (("--cors", "https://app.example/page"), "is no origin"),
         (("--api-key-file", str(empty)), "has no keys"),
         (("--api-key-file", str(tmp_path / "none")), "No such file"),
     ):

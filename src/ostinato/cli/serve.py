@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from ostinato.cli.plain import plain, say
 from ostinato.cli.speaker import advised_options, speaker
 
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
+_ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
 def serve(
@@ -80,6 +82,15 @@ def serve(
         Path | None,
         typer.Option(callback=arguments.expanded, help="A file with such keys, one a line."),
     ] = None,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            callback=arguments.texts,
+            help="Web pages of this origin (https://app.example) may use the server; may be given "
+            "several times.  '*' for all pages.",
+        ),
+    ] = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -125,6 +136,12 @@ def serve(
     keys = (*(api_key or ()), *_keys(api_key_file))
     if not all(key.strip() == key != "" for key in keys):
         raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
+    for origin in cors or ():
+        if not _ORIGIN.fullmatch(origin):
+            raise typer.BadParameter(
+                f"{origin!r} is no origin, such as https://app.example or http://localhost:3000",
+                param_hint="--cors",
+            )
     from ostinato.serve.app import HttpLimits
     from ostinato.serve.log import Log
     from ostinato.serve.server import LOCAL, ServeOptions, Server
@@ -160,6 +177,7 @@ def serve(
             seconds=timeout or None,
             grace_seconds=grace,
             sampling=advised(generator),
+            origins=tuple(cors or ()),
         )
         server = Server(generator, options, listener)
         if not keys and listener.getsockname()[0] not in LOCAL:

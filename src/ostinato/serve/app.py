@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -363,9 +364,12 @@ class Service:
 
 
 def make_app(
-    service: Service, lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]]
+    service: Service,
+    lifespan: Callable[[Starlette], AbstractAsyncContextManager[None]],
+    origins: Sequence[str] = (),
 ) -> Starlette:
-    """Returns the ASGI application.  `lifespan`: makes a context manager around it."""
+    """Returns the ASGI application.  `lifespan`: makes a context manager around it.  `origins`:
+    those whose web pages may use it, "*" for all."""
 
     def route(path: str, handler: Handler, method: str, *, open_to_all: bool = False) -> Route:
         guarded = service.guarded(handler, path, open_to_all=open_to_all)
@@ -396,6 +400,10 @@ def make_app(
         exception_handlers={HTTPException: refused, Exception: failed},
         lifespan=lifespan,
     )
+    if origins:
+        headers = ["authorization", "content-type", *_KEY_HEADERS]
+        options: dict[str, Any] = {"allow_methods": ["GET", "POST"], "allow_headers": headers}
+        app.add_middleware(CORSMiddleware, allow_origins=origins, **options)
     # A path with a trailing slash is another path.  Starlette would redirect it to the host that
     # the request names, before the host and the key are checked.
     app.router.redirect_slashes = False

@@ -56,7 +56,8 @@ _LOOK_SECONDS = 1.0
 class ServeOptions:
     """Options of a server.  `model`: the name by which clients request it.  `keys`: see `Service`.
     `sampling`: defaults for requests; None for the generator's own.  `queue`, `piece`, `reuse`,
-    `seconds`: see `ServingEngine`.  `grace_seconds`: time to finish answers at shutdown."""
+    `seconds`: see `ServingEngine`.  `grace_seconds`: time to finish answers at shutdown.
+    `origins`: see `make_app`."""
 
     model: str
     keys: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class ServeOptions:
     seconds: float | None = 600.0
     grace_seconds: int = 600
     sampling: SamplingOptions | None = None
+    origins: tuple[str, ...] = ()
 
 
 class Server:
@@ -104,7 +106,7 @@ class Server:
         self._ready: Callable[[], object] = lambda: None
         self._grace = options.grace_seconds
         config = uvicorn.Config(
-            make_app(self.service, self._life),
+            make_app(self.service, self._life, options.origins),
             http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
                 Connection,
                 stopping=lambda: self.engine.stopping,
