@@ -11,10 +11,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -573,6 +574,28 @@ def test_web_pages_of_named_origins(reference: TextGenerator) -> None:
     with running(reference) as server:
         assert call(server, "OPTIONS", CHAT, **page, **asks).status == 405
         assert wanted not in call(server, "POST", CHAT, ASK, **page).headers
+
+
+def test_each_request_is_logged_once_it_was_answered(reference: TextGenerator) -> None:
+    facts: list[Mapping[str, Any]] = []
+    with running(reference, log=facts.append, keys=("key",)) as server:
+        key = {"x-api-key": "key"}
+        usage = json.loads(call(server, "POST", CHAT, ASK, **key).body)["usage"]
+        call(server, "POST", CHAT, {**ASK, "stream": True}, **key)
+        call(server, "POST", CHAT, b"{", **key)
+        call(server, "GET", "/v1/nothing", **key)
+        call(server, "GET", "/v1/models")
+        until(lambda: len(facts) == 5)
+    assert [(each["method"], each["path"], each["status"]) for each in facts] == [
+        *[("POST", CHAT, status) for status in (200, 200, 400)],
+        *[("GET", "/v1/nothing", 404), ("GET", "/v1/models", 401)],
+    ]
+    assert facts[0]["prompt_tokens"] == facts[1]["prompt_tokens"] == usage["prompt_tokens"]
+    assert facts[0]["completion_tokens"] == usage["completion_tokens"]
+    assert "prompt_tokens" not in facts[2]
+    for each in facts:
+        assert each["client"] == "127.0.0.1" and 0 <= each["seconds"] < SECONDS
+        assert datetime.fromisoformat(each["time"]).tzinfo is not None
 
 
 # ---------------------------------------------------------------------------- how the server is

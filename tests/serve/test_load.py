@@ -8,6 +8,7 @@ same; without them only where no two tokens are nearly as likely (`Margin`).
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import re
@@ -363,13 +364,21 @@ def test_keys_come_from_a_file_and_the_model_has_the_name_that_is_wanted(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n\n two \n")
-    process, url = started(tiny_model, "--api-key-file", str(keys), "--name", "mine/model")
+    options = ("--api-key-file", str(keys), "--name", "mine/model", "--log", "json")
+    process, url = started(tiny_model, *options)
     try:
         assert [model.id for model in client(url, "two").models.list()] == ["mine/model"]
         assert client(url, "one").models.retrieve("mine/model").id == "mine/model"
         with pytest.raises(openai.AuthenticationError):
             client(url, "three").models.list()
         process.terminate()
-        assert "0 answers begun (none), 0 refused" in ended(process)
+        *lines, last = ended(process).splitlines()
+        assert "0 answers begun (none), 0 refused" in last
+        facts = [json.loads(line) for line in lines]
+        assert [(each["path"], each["status"]) for each in facts] == [
+            ("/v1/models", 200),
+            ("/v1/models/mine/model", 200),
+            ("/v1/models", 401),
+        ]
     finally:
         process.kill()

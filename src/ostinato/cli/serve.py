@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +19,13 @@ from ostinato.cli.speaker import advised_options, speaker
 
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
+
+
+class LogForm(StrEnum):
+    """The form of the lines about requests."""
+
+    text = "text"
+    json = "json"
 
 
 def serve(
@@ -89,6 +99,14 @@ def serve(
             callback=arguments.texts,
             help="Web pages of this origin (https://app.example) may use the server; may be given "
             "several times.  '*' for all pages.",
+        ),
+    ] = None,
+    log: Annotated[
+        LogForm | None,
+        typer.Option(
+            help="Write a line for each request to standard error, as text or as JSON. Lines that "
+            "nobody reads are dropped.",
+            show_default=False,
         ),
     ] = None,
     name: Annotated[
@@ -167,6 +185,7 @@ def serve(
             graphs=False if no_graphs else None,
         ) as generator,
     ):
+        handler = Log(sys.stderr.fileno())
         options = ServeOptions(
             model=name or _name(model),
             keys=keys,
@@ -178,18 +197,18 @@ def serve(
             grace_seconds=grace,
             sampling=advised(generator),
             origins=tuple(cors or ()),
+            log=None if log is None else lambda facts: handler.note(_line(log, facts)),
         )
         server = Server(generator, options, listener)
         if not keys and listener.getsockname()[0] not in LOCAL:
             words = "no key is wanted, and other machines can reach this server: see --api-key"
             say(words, stream=sys.stderr)
 
-        log = Log(sys.stderr.fileno())
-        logging.getLogger().addHandler(log)
+        logging.getLogger().addHandler(handler)
 
         def ready() -> None:
             context = generator.decoder.plan.sizes.context
-            log.say(
+            handler.say(
                 plain(
                     f"{options.model} is served at {server.url} by {generator.device.name}: "
                     f"{slots} slots of {context} tokens; Ctrl-C ends it",
@@ -200,7 +219,18 @@ def serve(
         try:
             server.run(ready)
         finally:
-            log.say(plain(server.summary(), sys.stderr))
+            handler.say(plain(server.summary(), sys.stderr))
+
+
+def _line(form: LogForm, facts: Mapping[str, object]) -> str:
+    """Returns the line of a request."""
+    if form is LogForm.json:
+        return json.dumps(facts)
+    told = [str(facts[name]) for name in ("time", "client", "method", "path", "status")]
+    told.append(f"{facts['seconds']} s")
+    if "prompt_tokens" in facts:
+        told.append(f"{facts['prompt_tokens']} + {facts['completion_tokens']} tokens")
+    return plain(" ".join(told), sys.stderr)
 
 
 def _keys(file: Path | None) -> list[str]:

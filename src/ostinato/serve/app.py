@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -48,6 +49,10 @@ from ostinato.serve.protocol import (
 )
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+RequestLog: TypeAlias = Callable[[Mapping[str, object]], object]
+
+_BEGAN = "ostinato.began"
+"""The key in a request's scope for the time of its beginning, by `time.monotonic`."""
 
 _BODY_SECONDS = 60.0
 """Time within which the body of a request must arrive."""
@@ -98,7 +103,8 @@ class HttpLimits:
 class Service:
     """State that the routes share.  `model`: the name by which clients request the model.
     `sampling`: defaults for fields that a request leaves out.  `keys`: accepted API keys; empty for
-    no check.  `hosts`: accepted names in the Host header; empty for any."""
+    no check.  `hosts`: accepted names in the Host header; empty for any.  `log`: is given the facts
+    of each request once it was answered; it must not block."""
 
     engine: ServingEngine
     metrics: Metrics
@@ -107,6 +113,7 @@ class Service:
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     limits: HttpLimits = field(default_factory=HttpLimits)
+    log: RequestLog | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     _being_made: int = 0
     """Jobs of requests whose prompts are being tokenized; used on the event loop's thread only."""
@@ -311,11 +318,28 @@ class Service:
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, media_type=CONTENT_TYPE)
 
+    def note(self, scope: Scope, path: str, status: int, **more: object) -> None:
+        """Counts an answered request, and logs it.  `path`: the pattern of its route; empty if it
+        has none."""
+        self.metrics.request(path, status)
+        if self.log is not None:
+            client, now = scope["client"], time.monotonic()
+            facts = {
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "client": client[0] if client else "",
+                "method": scope["method"],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(now - scope.get(_BEGAN, now), 3),
+            }
+            self.log(facts | more)
+
     # --- checks around each request
     def guarded(self, handler: Handler, path: str, *, open_to_all: bool) -> Handler:
         """Wraps a handler with the checks of host and API key, and counts the response."""
 
         async def handle(request: Request) -> Response:
+            request.scope[_BEGAN] = time.monotonic()
             try:
                 self._require_host(request)
                 if not open_to_all:
@@ -326,7 +350,7 @@ class Service:
             except ClientDisconnect:
                 response = Response(status_code=499)  # the client has disconnected
             if not isinstance(response, _Answering):
-                self.metrics.request(path, response.status_code)
+                self.note(request.scope, path, response.status_code)
             return response
 
         return handle
@@ -378,11 +402,11 @@ def make_app(
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        service.metrics.request("", error.status_code)
+        service.note(request.scope, "", error.status_code)
         return _error_response(ApiError(error.status_code, message, headers=error.headers))
 
     async def failed(request: Request, error: Exception) -> Response:
-        service.metrics.request("", 500)
+        service.note(request.scope, "", 500)
         return _error_response(
             ApiError(500, "an error of the server; its log says more", kind="server_error")
         )
@@ -548,7 +572,9 @@ class _Answering(Response):
         finally:
             watcher.cancel()
             self._service.engine.cancel(self._numbers)
-            self._service.metrics.request(scope["route"].path, self._status)
+            usage = self._usage()
+            tokens = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
+            self._service.note(scope, scope["route"].path, self._status, **tokens)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

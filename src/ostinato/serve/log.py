@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import time
+from contextlib import nullcontext
 
 _PERIOD_SECONDS = 10.0
 _MOST_BYTES = 4096
@@ -30,6 +31,11 @@ class Log(logging.Handler):
         self._count += 1
         if self._count > self._most or not self.say(self.format(record)):
             self._lost += 1
+
+    def note(self, line: str) -> None:
+        """Writes or drops a line that is no record, however many there are."""
+        with self.lock or nullcontext():
+            self._lost += not self.say(line)
 
     def say(self, line: str) -> bool:
         """Writes a line, after the number of lines dropped before it.  Returns False if writing

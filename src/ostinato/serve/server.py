@@ -28,7 +28,7 @@ import uvicorn
 
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions, TextGenerator
-from ostinato.serve.app import HttpLimits, Service, make_app
+from ostinato.serve.app import HttpLimits, RequestLog, Service, make_app
 from ostinato.serve.connection import Connection
 from ostinato.serve.engine import ServingEngine
 from ostinato.serve.metrics import Metrics
@@ -57,7 +57,7 @@ class ServeOptions:
     """Options of a server.  `model`: the name by which clients request it.  `keys`: see `Service`.
     `sampling`: defaults for requests; None for the generator's own.  `queue`, `piece`, `reuse`,
     `seconds`: see `ServingEngine`.  `grace_seconds`: time to finish answers at shutdown.
-    `origins`: see `make_app`."""
+    `origins`: see `make_app`.  `log`: see `Service`."""
 
     model: str
     keys: tuple[str, ...] = ()
@@ -69,6 +69,7 @@ class ServeOptions:
     grace_seconds: int = 600
     sampling: SamplingOptions | None = None
     origins: tuple[str, ...] = ()
+    log: RequestLog | None = None
 
 
 class Server:
@@ -101,6 +102,7 @@ class Server:
             options.keys,
             LOCAL if address in LOCAL and not options.keys else (),
             options.limits,
+            options.log,
         )
         self._listener = listener
         self._ready: Callable[[], object] = lambda: None
