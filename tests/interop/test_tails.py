@@ -89,6 +89,9 @@ RETURNED = {
     "beside other work": ("return p.item(), p.note(n, n + 1) * 2, [n][0]", [(0,)]),
     "by another function": ("return n, p.get()", [(1,)]),
     "by a callable of C": ("return n, p.twice()", [(1, 1)]),
+    "before others": ("return [p.item(), *[n] * 2]", [(0,)]),
+    "before others in a tuple": ("return p.item(), *[n] * 2", [(0,)]),
+    "over others": ("return {**{'loss': n, 'b': n}, 'loss': p.item()}", [("loss",)]),
     "unpacked": ("v, w = p.item(), n\nreturn w, v", [(1,)]),
     "a finally": ("try:\n    return p.item()\nfinally:\n    p.note(n)", [()]),
     "an attribute's object": ("return p.parts[0].item()", [()]),
@@ -122,6 +125,9 @@ USED = {
     "or": "return p.item() or n",
     "sliced": "return [1, 2, 3][: p.item()]",
     "starred": "return [*[p.item()], n]",
+    "behind others": "return [*[n] * 2, p.item()]",
+    "under others": "return {'loss': p.item(), **{'loss': n}}",
+    "behind, and unpacked": "v, w, x = [p.item(), *[n] * 2]\nreturn x, v",
     "by keyword": "return dict(a=p.item())",
 }
 
@@ -253,10 +259,14 @@ class Writer:
         if choice < 0.4:
             return self.plain()
         parts = [self.expression(depth - 1) for _ in range(self.random.randint(1, 3))]
+        if choice < 0.5:
+            return f"({', '.join(parts)}, *[{self.anything()}])"
         if choice < 0.65:
             return f"({', '.join(parts)},)"
         if choice < 0.8:
             return f"[{', '.join(parts)}]"
+        if choice < 0.85:
+            return f"{{**{{'a': {self.plain()}}}, 'b': {parts[0]}, **{{'b': {self.anything()}}}}}"
         if choice < 0.95:
             return f"{{{', '.join(f'{key!r}: {part}' for key, part in zip('abc', parts))}}}"  # noqa: B905
         return f"str({parts[0]})"

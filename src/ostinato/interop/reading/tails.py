@@ -19,7 +19,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 
@@ -32,7 +32,8 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """A tuple, list or dict of the function's own that holds the value."""
+    """A tuple, list or dict of the function's own that holds the value, perhaps with more elements
+    behind these, or other keys."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -330,9 +331,10 @@ class _Rest:
         if name == "PRECALL":
             return stack
         if name in _ADDING:
-            if any(map(_holds, _take(stack, count + 1)[0])):
-                raise _Lost
-            return stack[:-1]
+            return _added(name, count, stack)
+        to_tuple = name == "LIST_TO_TUPLE" or each.argrepr == "INTRINSIC_LIST_TO_TUPLE"
+        if to_tuple and stack and isinstance(stack[-1], _Container):
+            return (*stack[:-1], replace(stack[-1], kind=tuple))
         popped = _POPPED.get(name)
         if name in ("BUILD_SLICE", "BUILD_STRING", "BUILD_SET"):
             popped = count
@@ -432,6 +434,19 @@ def _built(name: str, count: int, stack: _Stack) -> _Stack:
     if len(named) != count or len({*named}) != count:
         raise _Lost
     return (*rest, _Container(dict, tuple(named), tuple(taken)))
+
+
+def _added(name: str, count: int, stack: _Stack) -> _Stack:
+    """Adds the last element to the container that is `count` elements below it."""
+    (into, *between, new), rest = _take(stack, count + 1)
+    if _holds(new):
+        # The items that are added last stay; those of the dict before are not known.
+        if name != "DICT_UPDATE" or _holds(into) or not isinstance(new, _Container):
+            raise _Lost
+        into = new
+    elif _holds(into) and not name.startswith("LIST"):  # which adds behind what is there
+        raise _Lost
+    return (*rest, into, *between)
 
 
 def _called(call: dis.Instruction, stack: _Stack) -> _Stack:
