@@ -25,7 +25,7 @@ from ostinato.interop.reading.tails import ResultPlace
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
 
-_MOST_RESULTS = 64
+_MOST_RESULTS = 8
 """The number of results of one key whose tokens are kept."""
 
 
