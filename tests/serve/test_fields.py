@@ -33,10 +33,10 @@ PLAIN = SamplingOptions(temperature=1.0)
 ODD = ({"a": 1}, ["odd"], "odd", 0.123, 17, True, False)
 
 
-def listed() -> dict[str, str]:
+def listed(mark: str = "") -> dict[str, str]:
     """What stands there, by field."""
     (table,) = re.findall(
-        r"read by tests/serve/test_fields.py -->\n(.*?)\n\n", PAGE.read_text(), re.S
+        rf"<!-- {mark}read by tests/serve/test_fields.py -->\n(.*?)\n\n", PAGE.read_text(), re.S
     )
     found: dict[str, str] = {}
     for row in table.splitlines()[2:]:
@@ -47,7 +47,11 @@ def listed() -> dict[str, str]:
     return found
 
 
-LISTED = listed()
+LISTED: dict[Kind, dict[str, str]] = {
+    "chat": listed(),
+    "response": listed("fields of responses, "),
+}
+EACH = [(kind, name, what) for kind, fields in LISTED.items() for name, what in fields.items()]
 
 
 def read(
@@ -56,12 +60,14 @@ def read(
     prompt: dict[str, object] = {"prompt": "x"}
     if kind == "chat":
         prompt = {"messages": [{"role": "user", "content": "x"}]}
+    elif kind == "response":
+        prompt = {"input": "x"}
     return read_request({"model": MODEL, **prompt, **fields}, kind, sampling)
 
 
-def refusal(**fields: object) -> str | None:
+def refusal(kind: Kind, **fields: object) -> str | None:
     try:
-        assert read(**fields) == read(), "it changes the answer"
+        assert read(kind, **fields) == read(kind), "it changes the answer"
     except ApiError as error:
         assert error.status == 400 and error.param in fields
         return error.code
@@ -69,28 +75,36 @@ def refusal(**fields: object) -> str | None:
 
 
 def test_the_page_lists_what_the_server_knows() -> None:
-    ours = {*protocol._NEUTRAL, *protocol._IGNORED}
-    assert {name for name, what in LISTED.items() if not re.match(r"used|1 turns", what)} == ours
+    ignored = {*protocol._IGNORED}
+    ours: dict[Kind, set[str]] = {
+        "chat": {*protocol._NEUTRAL, *ignored},
+        "response": {*protocol._NEUTRAL_IN_RESPONSES, *protocol._STORED, *ignored - {"metadata"}},
+    }
+    for kind, fields in LISTED.items():
+        unused = {name for name, what in fields.items() if not re.match(r"used|1 turns", what)}
+        assert unused == ours[kind]
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
-    [(name, what) for name, what in LISTED.items() if what.startswith(("only", "refused"))],
+    ("kind", "name", "what"),
+    [one for one in EACH if one[2].startswith(("only", "refused"))],
 )
-def test_a_field_that_would_change_the_answer_is_refused(name: str, what: str) -> None:
+def test_a_field_that_would_change_the_answer_is_refused(kind: Kind, name: str, what: str) -> None:
     right = [json.loads(value) for value in re.findall(r"`(.*?)`", what)]
     assert bool(right) == what.startswith("only")
     for value in (None, *right):
-        assert refusal(**{name: value}) is None, value
+        assert refusal(kind, **{name: value}) is None, value
     for value in ODD:
         if not any(type(value) is type(one) and value == one for one in right):
-            assert refusal(**{name: value}) == "unsupported_parameter", value
+            assert refusal(kind, **{name: value}) == "unsupported_parameter", value
 
 
-@pytest.mark.parametrize("name", [name for name, what in LISTED.items() if what == "no effect"])
-def test_a_field_without_effect_may_be_anything(name: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, name, what in EACH if what == "no effect"]
+)
+def test_a_field_without_effect_may_be_anything(kind: Kind, name: str) -> None:
     for value in ODD:
-        assert refusal(**{name: value}) is None
+        assert refusal(kind, **{name: value}) is None
 
 
 def test_values_that_turn_something_off() -> None:

@@ -1,4 +1,4 @@
-"""`ostinato serve`: a model behind OpenAI's chat and completion endpoints."""
+"""`ostinato serve`: a model behind OpenAI's chat, completion and response endpoints."""
 
 from __future__ import annotations
 
@@ -135,16 +135,17 @@ def serve(
     weights: arguments.WeightsOption = arguments.WeightsName.auto,
     no_graphs: arguments.NoGraphs = False,
 ) -> None:
-    """Serve a model with OpenAI's chat and completion endpoints.
+    """Serve a model with OpenAI's chat, completion and response endpoints.
 
     --temperature, --top-k, --top-p, --min-p and --repetition-penalty are defaults for requests that
     do not set them. Without these options the defaults are those of the model's files, or
     temperature 0.7, min-p 0.05 and repetition penalty 1.1 if the files advise nothing. A request
     with temperature 0 gets the likeliest tokens.
 
-    Requests join and leave one batch between its steps. Under /v1 are chat/completions, completions
-    and models; /metrics is for Prometheus, /health and /ready for a supervisor. SIGTERM and Ctrl-C
-    let the answers under way finish; a second Ctrl-C ends the server at once.
+    Requests join and leave one batch between its steps. Under /v1 are chat/completions,
+    completions, responses and models; /metrics is for Prometheus, /health and /ready for a
+    supervisor. SIGTERM and Ctrl-C let the answers under way finish; a second Ctrl-C ends the server
+    at once.
 
     It uses one GPU. For several, run one server each, behind a load balancer.
     """

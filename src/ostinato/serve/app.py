@@ -1,7 +1,7 @@
 """The HTTP layer: routes, limits, and answers that are cancelled when their client disconnects.
 
-    POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
-    GET /health    GET /ready    GET /metrics
+    POST /v1/chat/completions    POST /v1/completions    POST /v1/responses
+    GET /v1/models    GET /v1/models/{name}    GET /health    GET /ready    GET /metrics
 
 Every error is an OpenAI-style error object.  All routes but /health and /ready need an API key if
 the server has any.
@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
@@ -47,6 +47,7 @@ from ostinato.serve.protocol import (
     read_request,
     usage_object,
 )
+from ostinato.serve.responses import ResponseWriter
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 RequestLog: TypeAlias = Callable[[Mapping[str, object]], object]
@@ -77,6 +78,8 @@ _KEY_HEADERS = ("x-api-key", "api-key")
 _CHARACTERS_PER_TOKEN = 64
 """Characters per token beyond which a prompt is refused before it is tokenized: it cannot fit the
 context, and tokenizing it would block other requests for seconds.  A token of text has 3 to 5."""
+_PROMPT_FIELDS: dict[Kind, str] = {"chat": "messages", "completion": "prompt", "response": "input"}
+_ID_PREFIXES: dict[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "response": "resp_"}
 _REFUSALS = {
     Rejection.FULL: (429, "the server is full: try again", "rate_limit_error", "queue_full"),
     Rejection.STOPPING: (503, "the server is stopping", "server_error", "stopping"),
@@ -164,7 +167,8 @@ class Service:
             raise ApiError(400, str(error), param="stop") from None
         if isinstance(numbers, Rejection):
             raise _refusal(numbers)
-        return _Answering(self, wanted, jobs, numbers, inbox)
+        answering = _Responding if kind == "response" else _Answering
+        return answering(self, wanted, jobs, numbers, inbox)
 
     async def _made(self, wanted: CompletionRequest) -> list[Job]:
         """Returns the jobs of a request, tokenized on another thread.  Raises ApiError before that
@@ -231,7 +235,7 @@ class Service:
         """Returns one job for each answer.  Slow: runs the chat template and the tokenizer."""
         decoder = self.engine.generator.decoder
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
-        what = "messages" if wanted.kind == "chat" else "prompt"
+        what = _PROMPT_FIELDS[wanted.kind]
         jobs: list[Job] = []
         for prompt in wanted.prompts:
             if _size(prompt) > context * _CHARACTERS_PER_TOKEN:
@@ -281,9 +285,8 @@ class Service:
         if wanted.max_tokens is None:
             return room if limit is None else min(limit, room)
         if limit is not None and wanted.max_tokens > limit:
-            raise ApiError(
-                400, f"max_tokens: this server gives {limit} at most", param="max_tokens"
-            )
+            name = "max_output_tokens" if wanted.kind == "response" else "max_tokens"
+            raise ApiError(400, f"{name}: this server gives {limit} at most", param=name)
         return min(wanted.max_tokens, room)
 
     # --- routes that inform
@@ -415,6 +418,7 @@ def make_app(
         routes=[
             route("/v1/chat/completions", partial(service.answer, "chat"), "POST"),
             route("/v1/completions", partial(service.answer, "completion"), "POST"),
+            route("/v1/responses", partial(service.answer, "response"), "POST"),
             route("/v1/models", service.models, "GET"),
             route("/v1/models/{name:path}", service.one_model, "GET"),
             route("/metrics", service.show_metrics, "GET"),
@@ -556,9 +560,8 @@ class _Answering(Response):
         self._answers = [Update() for _ in jobs]
         self._open = len(jobs)
         self._status = 499
-        prefix = "chatcmpl" if wanted.kind == "chat" else "cmpl"
         self._head = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "id": _ID_PREFIXES[wanted.kind] + secrets.token_hex(12),
             "created": int(time.time()),
             "model": service.model,
         }
@@ -606,9 +609,12 @@ class _Answering(Response):
         except ApiError as error:
             await self._json(send, error.status, error.body(), error.headers)
             return
+        await self._json(send, 200, self._found(), {})
+
+    def _found(self) -> dict[str, Any]:
+        """Returns the body of the complete answer."""
         choices = [(update.text, update.end or End.STOP) for update in self._answers]
-        found = answer_object(self._wanted.kind, self._head, choices, self._usage())
-        await self._json(send, 200, found, {})
+        return answer_object(self._wanted.kind, self._head, choices, self._usage())
 
     async def _stream(self, send: Send) -> None:
         """Streams the answers.  The status is sent first, so later errors are events."""
@@ -662,3 +668,32 @@ class _Answering(Response):
 
     async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class _Responding(_Answering):
+    """The response of the endpoint of that name, which has one answer and events of its own."""
+
+    @cached_property
+    def _writer(self) -> ResponseWriter:
+        return ResponseWriter(self._wanted, self._head)
+
+    def _found(self) -> dict[str, Any]:
+        (answer,) = self._answers
+        return self._writer.answer(answer.text, answer.end or End.STOP, self._usage())
+
+    async def _stream(self, send: Send) -> None:
+        writer = self._writer
+        await self._start(send, 200, _EVENT_STREAM)
+        await self._send(send, writer.begin().encode(), more=True)
+        try:
+            while self._open:
+                new = await self._take(_COMMENT_SECONDS)
+                events = "".join(writer.more(update.text) for update in new.values())
+                if events or not new:
+                    await self._send(send, (events or ": waiting\n\n").encode(), more=True)
+            (answer,) = self._answers
+            events = writer.end(answer.end or End.STOP, self._usage())
+        except ApiError as error:
+            self._status = error.status
+            events = writer.fail(error)
+        await self._send(send, events.encode(), more=False)

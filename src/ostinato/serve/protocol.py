@@ -1,4 +1,5 @@
-"""Reads and writes the JSON of OpenAI's chat and completion endpoints.  Pure.
+"""Reads the JSON of OpenAI's chat, completion and response endpoints, and writes that of the first
+two (responses.py writes the third's).  Pure.
 
 An unknown field is refused, and so is an unsupported one that would change the answer: silently
 ignoring it would give a wrong answer.  Fields with a neutral value (`n: 1`, `logprobs: false`) are
@@ -20,13 +21,15 @@ from ostinato.models import SamplingOptions
 from ostinato.serve.engine import End
 
 T = TypeVar("T")
-Kind = Literal["chat", "completion"]
+Kind = Literal["chat", "completion", "response"]
 
 _NO_LIMIT = -1
 _COMPLETION_TOKENS = 16
 """The default of `max_tokens` at OpenAI's completion endpoint."""
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024
+_MOST_METADATA = 16
+_LONGEST_METADATA = 512
 _MOST_SEED = 1 << 64
 _MOST_PROMPTS = 1 << 12
 """A limit for every server: checking millions of prompts takes seconds."""
@@ -88,6 +91,33 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "xtc_probability": (0,),
 }
+# The same for the response endpoint.
+_NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
+    "access_programs": (),
+    "background": (False,),
+    "background_options": (),
+    "context_management": ([],),
+    "image": (),
+    "include": ([], ["reasoning.encrypted_content"]),  # no answer has reasoning items
+    "max_tool_calls": (),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prompt": (),
+    "prompt_cache_options": (),
+    "reasoning": ({},),
+    "text": (
+        {},
+        {"format": {"type": "text"}},
+        {"verbosity": "medium"},
+        {"format": {"type": "text"}, "verbosity": "medium"},
+    ),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_STORED = ("conversation", "previous_response_id")
+"""Fields that name messages which the server would have stored."""
 # Notes for other services: accepted and ignored.
 _IGNORED = (
     "cache_prompt",
@@ -106,7 +136,9 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 # Fields of a message that chat templates may use.
 _TEXTS_IN_MESSAGES = ("name", "reasoning_content")
-_IGNORED_IN_MESSAGES = ("cache_control",)
+_IGNORED_IN_MESSAGES = ("cache_control", "prompt_cache_breakpoint")
+# Fields of a message at the response endpoint, besides those of a chat's.
+_IGNORED_IN_ITEMS = ("type", "id", "status")
 
 
 class ApiError(Exception):
@@ -151,7 +183,7 @@ class CompletionRequest:
 
     `prompts`: a chat, texts, or token ids; each gets `n` answers.  `max_tokens`: None if the
     request sets no limit.  `sampling`: its seed is the first answer's if `seeded`; otherwise each
-    answer gets a fresh seed.
+    answer gets a fresh seed.  `repeated`: fields of the request that the answer repeats.
     """
 
     kind: Kind
@@ -164,6 +196,7 @@ class CompletionRequest:
     stop: tuple[str, ...]
     stream: bool
     usage: bool
+    repeated: Mapping[str, object] = field(default_factory=dict)
 
     def sampling_of(self, number: int, fresh: Callable[[], int]) -> SamplingOptions:
         """Returns the options of answer `number`; `fresh` makes a seed if the request has none."""
@@ -203,15 +236,7 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     model = fields.take("model", _text, None)
     if model is None:
         raise ApiError(400, "model is missing", param="model")
-    nothing: tuple[Prompt, ...] = ()
-    prompts = _take_chat(fields) if kind == "chat" else fields.take("prompt", _prompts, nothing)
-    if not prompts:
-        raise ApiError(400, "prompt is missing", param="prompt")
-    most = fields.take("max_tokens", _most, None)
-    if kind == "chat":
-        most = fields.take("max_completion_tokens", _most, most)
-    elif most is None:
-        most = _COMPLETION_TOKENS
+    prompts, most, repeated = _TAKE[kind](fields)
     seed = fields.take("seed", _integer, None)
     stream = fields.take("stream", _flag, False)
     options = fields.take("stream_options", _stream_options, None)
@@ -233,19 +258,32 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
         kind,
         model,
         prompts,
-        n=fields.take("n", _count, 1),
+        n=1 if kind == "response" else fields.take("n", _count, 1),
         max_tokens=None if most == _NO_LIMIT else most,
         sampling=_sampling(sampling, named),
         seeded=seed is not None,
         stop=fields.take("stop", _stops, ()),
         stream=stream,
         usage=bool(options),
+        repeated=repeated,
     )
-    fields.end()
+    fields.end(_NEUTRAL_IN_RESPONSES if kind == "response" else _NEUTRAL)
     return wanted
 
 
-def _take_chat(fields: _Fields) -> tuple[Prompt, ...]:
+_Taken: TypeAlias = tuple[tuple[Prompt, ...], int | None, Mapping[str, object]]
+"""Prompts, max_tokens, and the fields that the answer repeats."""
+
+
+def _take_completion(fields: _Fields) -> _Taken:
+    nothing: tuple[Prompt, ...] = ()
+    prompts = fields.take("prompt", _prompts, nothing)
+    if not prompts:
+        raise ApiError(400, "prompt is missing", param="prompt")
+    return prompts, fields.take("max_tokens", _most, _COMPLETION_TOKENS), {}
+
+
+def _take_chat(fields: _Fields) -> _Taken:
     messages = fields.take("messages", _messages, None)
     if messages is None:
         raise ApiError(400, "messages is missing", param="messages")
@@ -262,9 +300,45 @@ def _take_chat(fields: _Fields) -> tuple[Prompt, ...]:
             "add_generation_prompt must be true, or false with continue_final_message",
             param="add_generation_prompt",
         )
+    most = fields.take("max_completion_tokens", _most, fields.take("max_tokens", _most, None))
+    return (Chat(messages, _take_template_args(fields), continues),), most, {}
+
+
+def _take_response(fields: _Fields) -> _Taken:
+    for name in _STORED:
+        if fields.take(name, lambda value: True, False):
+            raise ApiError(
+                400,
+                f"{name}: this server stores nothing; send the earlier messages in input",
+                param=name,
+                code="unsupported_parameter",
+            )
+    messages = fields.take("input", _items, None)
+    if messages is None:
+        raise ApiError(400, "input is missing", param="input")
+    instructions = fields.take("instructions", _said, None)
+    if instructions is not None:
+        messages = ({"role": "system", "content": instructions}, *messages)
+    most = fields.take("max_output_tokens", _count, None)
+    nothing: Mapping[str, str] = {}
+    repeated: dict[str, object] = {
+        "instructions": instructions,
+        "max_output_tokens": most,
+        "metadata": fields.take("metadata", _metadata, nothing),
+    }
+    return (Chat(messages, _take_template_args(fields)),), most, repeated
+
+
+def _take_template_args(fields: _Fields) -> Mapping[str, object]:
     none: Mapping[str, object] = {}
-    template_args = fields.take("chat_template_kwargs", _template_args, none)
-    return (Chat(messages, template_args, continues),)
+    return fields.take("chat_template_kwargs", _template_args, none)
+
+
+_TAKE: dict[Kind, Callable[[_Fields], _Taken]] = {
+    "chat": _take_chat,
+    "completion": _take_completion,
+    "response": _take_response,
+}
 
 
 class _Fields:
@@ -284,12 +358,13 @@ class _Fields:
         except ValueError as error:
             raise ApiError(400, f"{name} {error}", param=name) from None
 
-    def end(self) -> None:
-        """Raises ApiError if a field that was not read is unknown or would change the answer."""
+    def end(self, neutral: Mapping[str, tuple[object, ...]]) -> None:
+        """Raises ApiError if a field that was not read is unknown or would change the answer;
+        `neutral` has the values that do not."""
         for name, value in self._left.items():
             if name in _IGNORED:
                 continue
-            known = _NEUTRAL.get(name)
+            known = neutral.get(name)
             if known is None:
                 raise ApiError(
                     400, f"unknown field {name[:80]!r}", param=name[:80], code="unknown_parameter"
@@ -427,7 +502,37 @@ def _template_args(value: object) -> Mapping[str, object]:
     return value
 
 
-def _message(given: object, index: int) -> dict[str, str]:
+def _items(value: object) -> tuple[dict[str, str], ...]:
+    """Returns messages from the input of the response endpoint: a text, or a list of items."""
+    if isinstance(value, str):
+        return ({"role": "user", "content": _said(value)},)
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be text, or a list of messages, one at the least")
+    return tuple(_item(one, index) for index, one in enumerate(value))
+
+
+def _item(given: object, index: int) -> dict[str, str]:
+    if isinstance(given, dict):
+        kind = given.get("type")
+        if kind not in (None, "message"):
+            raise ValueError(f"[{index}]: items of the type message alone are supported")
+        given = {name: one for name, one in given.items() if name not in _IGNORED_IN_ITEMS}
+    return _message(given, index, ("input_text", "output_text"))
+
+
+def _metadata(value: object) -> Mapping[str, str]:
+    """Returns texts by name, within OpenAI's limits: a stream repeats them in several events."""
+    if not isinstance(value, dict) or len(value) > _MOST_METADATA:
+        raise ValueError(f"must be an object of {_MOST_METADATA} texts at most")
+    found = {_text(name): _text(one) for name, one in value.items()}
+    if any(len(text) > _LONGEST_METADATA for pair in found.items() for text in pair):
+        raise ValueError(f"must hold texts of {_LONGEST_METADATA} characters at most")
+    return found
+
+
+def _message(
+    given: object, index: int, kinds_of_parts: tuple[str, ...] = ("text",)
+) -> dict[str, str]:
     if not isinstance(given, dict):
         raise ValueError(f"[{index}] must be an object with a role and a content")
     role = given.get("role")
@@ -447,20 +552,20 @@ def _message(given: object, index: int) -> dict[str, str]:
             what = "is not supported by this server" if known else "is no field of a message"
             raise ValueError(f"[{index}]: {name[:80]} {what}")
     try:
-        message["content"] = _content(given.get("content"))
+        message["content"] = _content(given.get("content"), kinds_of_parts)
     except ValueError as error:
         raise ValueError(f"[{index}]: content {error}") from None
     return message
 
 
-def _content(value: object) -> str:
-    """Returns the text of a message, joining its parts if it is a list."""
+def _content(value: object, kinds: tuple[str, ...]) -> str:
+    """Returns the text of a message, joining its parts if it is a list; `kinds`: their types."""
     if not isinstance(value, list):
         return _said(value)
     texts = []
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise ValueError("may have parts of the type text alone")
+        if not isinstance(part, dict) or part.get("type") not in kinds:
+            raise ValueError(f"may have parts of the type {' or '.join(kinds)} alone")
         for name, one in part.items():
             known = ("type", "text", *_IGNORED_IN_MESSAGES)
             if name not in known and one not in (None, [], ""):
