@@ -135,7 +135,7 @@ def serve(
     weights: arguments.WeightsOption = arguments.WeightsName.auto,
     no_graphs: arguments.NoGraphs = False,
 ) -> None:
-    """Serve a model with OpenAI's chat, completion and response endpoints.
+    """Serve a model over HTTP, with endpoints of OpenAI's API.
 
     --temperature, --top-k, --top-p, --min-p and --repetition-penalty are defaults for requests that
     do not set them. Without these options the defaults are those of the model's files, or

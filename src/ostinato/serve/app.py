@@ -692,8 +692,8 @@ class _Responding(_Answering):
                 if events or not new:
                     await self._send(send, (events or ": waiting\n\n").encode(), more=True)
             (answer,) = self._answers
-            events = writer.end(answer.end or End.STOP, self._usage())
+            events = writer.end(answer.text, answer.end or End.STOP, self._usage())
         except ApiError as error:
             self._status = error.status
-            events = writer.fail(error)
+            events = writer.fail(self._answers[0].text, error)
         await self._send(send, events.encode(), more=False)

@@ -105,12 +105,7 @@ _NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "prompt_cache_options": (),
     "reasoning": ({},),
-    "text": (
-        {},
-        {"format": {"type": "text"}},
-        {"verbosity": "medium"},
-        {"format": {"type": "text"}, "verbosity": "medium"},
-    ),
+    "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),

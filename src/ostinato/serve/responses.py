@@ -17,10 +17,7 @@ class ResponseWriter:
     """
 
     def __init__(self, wanted: CompletionRequest, head: Mapping[str, Any]) -> None:
-        sampling = wanted.sampling
         self._item_id = "msg_" + head["id"].removeprefix("resp_")
-        self._text = ""
-        self._begun = False
         self._number = 0
         self._common = {
             "id": head["id"],
@@ -28,18 +25,12 @@ class ResponseWriter:
             "created_at": head["created"],
             "model": head["model"],
             **wanted.repeated,
-            "temperature": sampling.temperature,
-            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+            "temperature": wanted.sampling.temperature,
+            "top_p": wanted.sampling.top_p,
             "background": False,
-            "frequency_penalty": 0.0,
-            "max_tool_calls": None,
             "parallel_tool_calls": True,
-            "presence_penalty": 0.0,
             "previous_response_id": None,
-            "prompt_cache_key": None,
             "reasoning": {"effort": None, "summary": None},
-            "safety_identifier": None,
-            "service_tier": "default",
             "store": False,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
@@ -58,39 +49,32 @@ class ResponseWriter:
 
     def begin(self) -> str:
         """Returns the first events of a stream, which come before any text."""
-        created = self._event("response.created", response=self._response("in_progress", []))
-        going = self._event("response.in_progress", response=self._response("in_progress", []))
-        return created + going
+        item = {**self._item("in_progress", ""), "content": []}
+        return (
+            self._event("response.created", response=self._response("in_progress", []))
+            + self._event("response.in_progress", response=self._response("in_progress", []))
+            + self._event("response.output_item.added", output_index=0, item=item)
+            + self._part_event("response.content_part.added", part=_part(""))
+        )
 
     def more(self, text: str) -> str:
-        """Returns the events of further text."""
-        events = ""
-        if not self._begun:
-            self._begun = True
-            item = {**self._item("in_progress", ""), "content": []}
-            events += self._event("response.output_item.added", output_index=0, item=item)
-            events += self._part_event("response.content_part.added", part=_part(""))
-        if text:
-            self._text += text
-            events += self._part_event("response.output_text.delta", delta=text, logprobs=[])
-        return events
+        """Returns the event of further text; none if it is empty."""
+        name = "response.output_text.delta"
+        return self._part_event(name, delta=text, logprobs=[]) if text else ""
 
-    def end(self, end: End, usage: Mapping[str, Any]) -> str:
-        """Returns the last events.  `usage`: as from `usage_object`."""
-        text = self._text
+    def end(self, text: str, end: End, usage: Mapping[str, Any]) -> str:
+        """Returns the last events.  `text`: the whole one; `usage`: as from `usage_object`."""
         found = self.answer(text, end, usage)
         return (
-            self.more("")
-            + self._part_event("response.output_text.done", text=text, logprobs=[])
+            self._part_event("response.output_text.done", text=text, logprobs=[])
             + self._part_event("response.content_part.done", part=_part(text))
             + self._event("response.output_item.done", output_index=0, item=found["output"][0])
             + self._event(f"response.{found['status']}", response=found)
         )
 
-    def fail(self, error: ApiError) -> str:
-        """Returns the last event of an answer that failed."""
-        said = [self._item("incomplete", self._text)] if self._begun else []
-        found = self._response("failed", said)
+    def fail(self, text: str, error: ApiError) -> str:
+        """Returns the last event of an answer that failed.  `text`: what there is of it."""
+        found = self._response("failed", [self._item("incomplete", text)])
         # The API has a fixed list of codes, of which this is the one for errors of the server.
         found["error"] = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=found)
