@@ -24,7 +24,7 @@ TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist wor
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
     test_manners.py test_public_names.py)
 
-.PHONY: demo test test-all torch pythons check format native dist first-hour release gpu sanitize bench docs site site-check clean setup
+.PHONY: demo test test-all torch pythons check format native dist first-hour release gpu sanitize bench docs site site-check page-check clean setup
 
 $(VENV)/.runtime: $(BUILD)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -103,6 +103,10 @@ site: $(VENV)/.dev              ## builds the documentation site under build/sit
 site-check: site                ## checks the site in a headless Chromium, which must be installed; not in CI
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
 	$(BIN)/python -m tools.site_check build/site build/site-check
+
+page-check: $(VENV)/.dev        ## checks the server's chat page in a headless Chromium, which must be installed; not in CI
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "playwright>=1.49"
+	$(BIN)/python -m tools.page_check build/page-check
 
 # Puts the tree, which is not installed, first on the path.
 HERE := PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}

@@ -75,6 +75,17 @@ _FOUND = """[...document.querySelectorAll(".md-search-result__list > li")].map(
     one => new URL(one.querySelector("a").href).pathname)"""
 
 
+def browser_program() -> str:
+    """Returns the path of the browser.  Raises SystemExit if there is none."""
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        raise SystemExit(
+            f"no browser: none of {', '.join(BROWSERS)} is on the path.  On Debian and Ubuntu: "
+            "apt-get install chromium"
+        )
+    return program
+
+
 def reader(browser: Browser, look: str) -> Page:
     """Opens a window without stored state of the site."""
     width, height, scheme = LOOKS[look]
@@ -128,12 +139,7 @@ def main() -> int:
     if len(sys.argv) != 3:
         raise SystemExit(__doc__)
     site, pictures = map(Path, sys.argv[1:])
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        raise SystemExit(
-            f"no browser: none of {', '.join(BROWSERS)} is on the path.  On Debian and Ubuntu: "
-            "apt-get install chromium"
-        )
+    program = browser_program()
     if not (site / "index.html").exists():
         raise SystemExit(f"{site}: no site is built there; make site builds it")
     pictures.mkdir(parents=True, exist_ok=True)

@@ -525,7 +525,12 @@ def test_without_a_key_only_this_machine_asks(server: Server) -> None:
     for name in ("127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:80", "[::1]"):
         assert call(server, "GET", "/v1/models", host=name).status == 200, name
     for name in ("evil.example", "evil.example:8000", "localhost.evil.example", ""):
-        for method, path in (("GET", "/v1/models"), ("GET", "/health"), ("POST", CHAT)):
+        for method, path in (
+            ("GET", "/v1/models"),
+            ("GET", "/health"),
+            ("GET", "/"),
+            ("POST", CHAT),
+        ):
             body = ASK if method == "POST" else None
             check(call(server, method, path, body, host=name), 403, "answers at 127.0.0.1 alone")
 

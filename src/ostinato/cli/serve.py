@@ -143,9 +143,9 @@ def serve(
     with temperature 0 gets the likeliest tokens.
 
     Requests join and leave one batch between its steps. Under /v1 are chat/completions,
-    completions, responses and models; /metrics is for Prometheus, /health and /ready for a
-    supervisor. SIGTERM and Ctrl-C let the answers under way finish; a second Ctrl-C ends the server
-    at once.
+    completions, responses and models; / is a chat page for a browser, /metrics is for Prometheus,
+    /health and /ready for a supervisor. SIGTERM and Ctrl-C let the answers under way finish; a
+    second Ctrl-C ends the server at once.
 
     It uses one GPU. For several, run one server each, behind a load balancer.
     """

@@ -1,10 +1,10 @@
 """The HTTP layer: routes, limits, and answers that are cancelled when their client disconnects.
 
     POST /v1/chat/completions    POST /v1/completions    POST /v1/responses
-    GET /v1/models    GET /v1/models/{name}    GET /health    GET /ready    GET /metrics
+    GET /v1/models    GET /v1/models/{name}    GET /health    GET /ready    GET /metrics    GET /
 
-Every error is an OpenAI-style error object.  All routes but /health and /ready need an API key if
-the server has any.
+Every error is an OpenAI-style error object.  All routes but /health, /ready and /, the chat page,
+need an API key if the server has any.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ostinato.errors import InputError, ModelError, OstinatoError
 from ostinato.models import SamplingOptions
 from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from ostinato.serve.metrics import CONTENT_TYPE, Metrics
+from ostinato.serve.page import page_response
 from ostinato.serve.protocol import (
     ApiError,
     Chat,
@@ -298,6 +299,9 @@ class Service:
             raise _no_model(request.path_params["name"])
         return JSONResponse(model_object(self.model, self.created))
 
+    async def chat_page(self, request: Request) -> Response:
+        return page_response()
+
     async def health(self, request: Request) -> Response:
         """Liveness: 503 after the engine failed, so that a supervisor restarts the process."""
         failure = self.engine.failure
@@ -422,6 +426,7 @@ def make_app(
             route("/v1/models", service.models, "GET"),
             route("/v1/models/{name:path}", service.one_model, "GET"),
             route("/metrics", service.show_metrics, "GET"),
+            route("/", service.chat_page, "GET", open_to_all=True),
             route("/health", service.health, "GET", open_to_all=True),
             route("/ready", service.ready, "GET", open_to_all=True),
         ],
