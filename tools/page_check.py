@@ -18,7 +18,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,9 @@ def check_stop(browser: Browser, server: Server, complaints: list[str]) -> None:
     decoder = server.engine.generator.decoder
     run = decoder.run_batch
 
-    def slowly(*arguments: Any, **options: Any) -> Any:
+    def slowly(slots: Sequence[int], count: int | None = None) -> Any:
         time.sleep(0.1)
-        return run(*arguments, **options)
+        return run(slots, count=1)
 
     for cancelled, button in enumerate(("Stop", "New chat"), 1):
         window = opened(browser, server, complaints)
