@@ -329,6 +329,20 @@ def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
         decoder.decode()
 
 
+def test_sizes_of_any_integer_type(host_device: Device, tiny: Path) -> None:
+    class Two:
+        def __index__(self) -> int:
+            return 2
+
+    for rows in (None, np.int64(4)):
+        with Decoder(
+            host_device, tiny, max_rows=rows, sequences=Two(), max_context=np.int16(32)
+        ) as decoder:
+            sizes = decoder.plan.sizes
+            assert sizes.sequences == 2
+            assert {type(each) for each in (sizes.rows, sizes.sequences, sizes.context)} == {int}
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [

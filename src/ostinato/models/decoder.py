@@ -183,6 +183,7 @@ class Decoder(Closeable):
                 sharding = Sharding(self.config, group.rank, group.size)
                 part = sharding.part
             context = _context(self.config, max_context)
+            sequences = whole(sequences, "sequences")
             if max_rows is None:
                 bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # for a full context
                 max_rows = max(sequences, min(self.backend.piece_rows(part), bucket))

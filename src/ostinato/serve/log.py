@@ -6,7 +6,6 @@ import logging
 import os
 import select
 import time
-from contextlib import nullcontext
 
 _PERIOD_SECONDS = 10.0
 _MOST_BYTES = 4096
@@ -34,8 +33,11 @@ class Log(logging.Handler):
 
     def note(self, line: str) -> None:
         """Writes or drops a line that is no record, however many there are."""
-        with self.lock or nullcontext():
+        self.acquire()
+        try:
             self._lost += not self.say(line)
+        finally:
+            self.release()
 
     def say(self, line: str) -> bool:
         """Writes a line, after the number of lines dropped before it.  Returns False if writing

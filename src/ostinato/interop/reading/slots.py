@@ -21,7 +21,6 @@ from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
-from ostinato.interop.reading.tails import ResultPlace
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import every_node, replace_small_fills
 
@@ -61,13 +60,6 @@ class ChainRun:
     """The reason why the graphs cannot be replayed; None if they can."""
     told: list[str] = field(default_factory=list)
     """The lines on which it printed or logged."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Mark:
-    """The mark in a result for a value that is new in each call."""
-
-    place: ResultPlace
 
 
 class Raised(Exception):
@@ -273,7 +265,7 @@ class Maker:
             links.last = last.instantiate()
         nodes = [node for graph in links.graphs for node in graph.nodes()]
         chain = Chain(links.links)
-        marks: list[object] = [_Mark(place) for place in chain.places]
+        marks = [object() for _ in chain.places]  # in the result, for values new in each call
         result = made.result
         for place, mark in zip(chain.places, marks, strict=True):
             made.fresh.append(place.get(made.result))

@@ -75,10 +75,9 @@ class _Lost(Exception):
 _NO_OBJECT = _Known(None)
 """The empty place beside a callable on the stack."""
 _POPPED = {
-    **dict.fromkeys(("NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PUSH_NULL"), 0),
-    **dict.fromkeys(("COPY_FREE_VARS", "MAKE_CELL", "KW_NAMES", "LOAD_GLOBAL", "LOAD_CONST"), 0),
-    **dict.fromkeys(("LOAD_DEREF", "LOAD_CLOSURE", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"), 0),
-    **dict.fromkeys(("NOT_TAKEN", "JUMP_FORWARD", "JUMP_BACKWARD", "LOAD_BUILD_CLASS"), 0),
+    **dict.fromkeys(("NOP", "RESUME", "EXTENDED_ARG", "NOT_TAKEN", "LOAD_BUILD_CLASS"), 0),
+    **dict.fromkeys(("COPY_FREE_VARS", "MAKE_CELL", "KW_NAMES", "LOAD_GLOBAL"), 0),
+    **dict.fromkeys(("LOAD_DEREF", "LOAD_CLOSURE", "LOAD_COMMON_CONSTANT"), 0),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "UNARY_NEGATIVE", "UNARY_NOT", "TO_BOOL"), 1),
     **dict.fromkeys(("UNARY_INVERT", "UNARY_POSITIVE", "GET_ITER", "UNPACK_SEQUENCE"), 1),
     **dict.fromkeys(("LIST_TO_TUPLE", "CALL_INTRINSIC_1"), 1),

@@ -378,7 +378,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: str = "") -> Any:
         """Runs an operation that waits, between two captures.  `failed`: its error in a capture."""
         line = line_outside_torch()
-        place = self._parts.place(_calling(sys._getframe(1)), _given(func))
+        gives = _GIVES.get(func)
+        place = None if gives is None else self._parts.place(_calling(sys._getframe(1)), gives)
         self._cut()
         if failed:
             self._captor.settle(failed)
@@ -497,26 +498,26 @@ def _calling(frame: types.FrameType) -> types.FrameType:
 _BETWEEN = (__name__, "torch._ops", "torch._compile", "torch._dynamo.eval_frame")
 
 
-def _given(func: Any) -> Gives:
-    """Returns a function that tells which calls return only what an operation that waits returns
-    (`ResultPlace.of`)."""
-
-    def given(called: Any, count: int) -> Sequence[str] | None:
-        if isinstance(called, type) and func is _aten._local_scalar_dense.default:
-            return _NUMBERS.get(called) if count == 1 else None
-        if not isinstance(called, str):
-            return None
-        if func is _aten._local_scalar_dense.default:
-            return () if called == "item" and count == 0 else None
-        if func is not _aten._to_copy.default:
-            return None
-        if called in ("cpu", "to"):
-            return ()
-        return (called,) if called == "numpy" or (called == "tolist" and count == 0) else None
-
-    return given
+def _gives_number(called: Any, count: int) -> Sequence[str] | None:
+    if isinstance(called, type):
+        return _NUMBERS.get(called) if count == 1 else None
+    return () if isinstance(called, str) and called == "item" and count == 0 else None
 
 
+def _gives_copy(called: Any, count: int) -> Sequence[str] | None:
+    if not isinstance(called, str):
+        return None
+    if called in ("cpu", "to"):
+        return ()
+    return (called,) if called == "numpy" or (called == "tolist" and count == 0) else None
+
+
+_GIVES: dict[Any, Gives] = {
+    _aten._local_scalar_dense.default: _gives_number,
+    _aten._to_copy.default: _gives_copy,
+}
+"""For operations that wait, which calls return only what the operation returns
+(`ResultPlace.of`)."""
 _NUMBERS: dict[Any, tuple[str]] = {
     bool: ("__bool__",),
     int: ("__int__",),
