@@ -650,11 +650,6 @@ def test_tensors_on_the_cpu(make: Make) -> None:
     assert "cpu" in eager_reason(make(lambda x: x * by), lambda x: x * by, randn(8))
 
 
-def test_a_result_on_the_cpu(make: Make) -> None:
-    f = lambda x: x.sum().cpu()  # noqa: E731
-    assert "cpu" in eager_reason(make(f), f, randn(8))
-
-
 def test_subclasses_of_tensors(make: Make) -> None:
     class Odd(torch.Tensor):
         pass

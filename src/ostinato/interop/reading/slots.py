@@ -287,6 +287,8 @@ class Maker:
         """Notes which memory a chain writes before the last wait that is compared.  Raises
         NotGraphable if that is not known."""
         library, storage = self._subject.library, self._subject.library.storage
+        if not chain.links:  # only copies from the CPU waited, which are made once
+            return
         own = {storage(one).address for one in made.prepared.inputs}
         state = [storage(array).address for array in call.state]
         drew, last = not library.same_random(made.random), chain.links[-1].wait
