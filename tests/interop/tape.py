@@ -245,6 +245,8 @@ class OnTape(OnCpu):
                 links.waited(dataclasses.replace(wait, again=again))
 
             place = staticmethod(links.place)
+            attached = staticmethod(links.attached)
+            around: Any = None
 
         class Captor:
             relaxed = contextlib.nullcontext
@@ -266,7 +268,10 @@ class OnTape(OnCpu):
             def settle(error: str) -> None:
                 """Nothing is left pending."""
 
-        mode: Any = Segments(cast(Any, Captor), cast(Any, Waited), self.waiting, self.where)
+        mode: Any = Segments(
+            cast(Any, Captor), cast(Any, Waited), self.waiting, self.where, self.step_methods
+        )
+        links.around = Waited.around
         with slot:
             result = mode.run(lambda: work(self.ours))
         return result, WaitsForDevice(mode.why) if mode.why else None

@@ -9,49 +9,27 @@ import logging
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from ostinato.device import Device
-from ostinato.interop.reading import records
 from ostinato.interop.reading.chains import as_value
 from tests.processes import child_environment
 
 torch: Any = pytest.importorskip("torch")
 
-from tests.interop.tape import OnCpu, on_tape  # needs torch
+from tests.interop.tape import OnCpu  # needs torch
 
 Make = Callable[..., Any]
 _leaves: Any = torch.utils._pytree.tree_leaves
 
 
 @pytest.fixture
-def where(device: Device) -> str:
-    """torch's name of the device."""
-    return "cpu" if device.driver.name == "host" else "cuda"
-
-
-@pytest.fixture
-def make(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes graphed functions, whose chains are kept, however long they take."""
-    made: list[Any] = []
-    monkeypatch.setattr(records, "_GAIN", float("inf"))
-
-    def graphed(function: Any, **options: Any) -> Any:
-        if device.driver.name == "host":
-            made.append(on_tape(device, function, chains=True, **options))
-        else:
-            from ostinato.interop import torch as interop
-
-            made.append(interop.graphed(function, device=device, **options))
-        return made[-1]
-
-    yield graphed
-    for one in made:
-        one.close()
+def make(make_chained: Make) -> Make:
+    return make_chained
 
 
 def same(one: Any, other: Any) -> bool:

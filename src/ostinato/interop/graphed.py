@@ -40,7 +40,7 @@ from ostinato.errors import (
     StateLostError,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.chains import Chain, Diverged
+from ostinato.interop.reading.chains import Chain, Diverged, Raised
 from ostinato.interop.reading.checking import CallEffects
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
@@ -68,7 +68,7 @@ from ostinato.interop.reading.recheck import (
 )
 from ostinato.interop.reading.records import TRIALS, Captured, Line, ReadCall, Waiting
 from ostinato.interop.reading.saving import Saving
-from ostinato.interop.reading.slots import Maker, Raised
+from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown
@@ -161,6 +161,8 @@ class Graphed(Guarded, Closeable):
         # Not `_lock`: a thread that holds that may wait for the capture that is running here.
         self._nesting = new_lock()
         self._calls = 0
+        self._stepping = False
+        """True if replays call methods of optimisers and the like in Python."""
         self._hot: tuple[ShortWay, ...] = ()
         """The short ways that are valid now, for calls like the last ones."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
@@ -204,6 +206,10 @@ class Graphed(Guarded, Closeable):
             except OstinatoError as error:
                 self._refused(error)
                 break
+            except Raised as raised:
+                result = raised
+            if isinstance(result, Raised):
+                raise result.error  # here: it has no other context than in an eager call
             if result is EAGER:
                 if len(self._ways) > 1:  # the call may change what the other ways rely on
                     self._keep_only(way)
@@ -263,6 +269,10 @@ class Graphed(Guarded, Closeable):
         else:
             line = self._lines.get(key)
         if line is None:
+            # Adam counts its steps on the CPU.
+            if self._refusal(given) and self._step_in_python():
+                self._calls -= 1
+                return self._keyed(args, kwargs)
             fold = self._fold(key, given)
             if fold is not None:
                 return self._folded(fold, given)
@@ -272,6 +282,8 @@ class Graphed(Guarded, Closeable):
         if line.refused:
             self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
+        if line.warmed and line.waits is None and self._stepping:
+            line.waits = Waiting("it has steps that Python makes")
         if line.waits is not None and not line.reason:
             try:
                 return self._waiting(line, line.waits, given, key)
@@ -424,6 +436,23 @@ class Graphed(Guarded, Closeable):
                 self._unchain(line, waiting, why)
         return work.result
 
+    def _step_in_python(self, *, waits: bool = False) -> bool:
+        """Lets replays call the methods of the optimisers, schedulers and scalers that the function
+        uses, or only of those that wait for the device.  Returns False if there are none of which
+        that can be done."""
+        guards, library = self._guards, self._library
+        if guards is None or library.chain is None or self._saving is not None:
+            return False
+        found = [library.step_in_python(e, guards.named, waits) for e in guards.watched()]
+        if not any(found):
+            return False
+        self._stepping = True
+        guards.start_over()
+        self._set_hot()
+        for line in self._lines.values():  # no later call has one of these keys
+            self.cache.evict(line.name)
+        return True
+
     def _key(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], ReadCall]:
@@ -480,7 +509,7 @@ class Graphed(Guarded, Closeable):
         if fold is not None:
             return None if fold.comes_again(flat) else fold
         places, family = self._folds.family(flat, key)
-        if len(family) < MOST:
+        if len(family) < MOST or self._stepped(places, given):
             return None
         lines = [self._lines.get(each) for _, each in family]
         if any(line is not None and line.refused for line in lines):
@@ -504,6 +533,14 @@ class Graphed(Guarded, Closeable):
         self._folds.add(fold)
         self._lines[fold] = fold.line
         return fold
+
+    def _stepped(self, places: Sequence[int], given: ReadCall) -> bool:
+        """True if keys differ only in the values of objects whose steps Python makes from now on:
+        a learning rate."""
+        if self._guards is None or places[0] < len(given.tokens):
+            return False
+        states = self._guards.states()
+        return all(states[p - len(given.tokens)] for p in places) and self._step_in_python()
 
     def _places_in_words(self, places: Sequence[int], given: ReadCall) -> tuple[str, str]:
         """Formats a key for tables, without its tokens at some places, and names the values of
@@ -944,7 +981,7 @@ class _Work(Work):
         changed = changed or drawn(False)
         door._stateful = door._stateful + 1 if changed else 0
         if changed:
-            if door._stateful > 1:
+            if door._stateful > 1 and not door._step_in_python():
                 why = f"the function changes Python state that it uses itself ({changed}), and "
                 why = subject.at(why + "a replay runs no Python")
                 door._engine.broken = Reason.NOT_GRAPHABLE, why
@@ -1052,7 +1089,7 @@ class _Work(Work):
             and door._library.chain is not None
             and not self.given.sizes
         ):
-            if self.call.parent is None:
+            if self.call.parent is None and not door._step_in_python(waits=True):
                 self.call.waits = Waiting(str(error))
             return Reason.WAITS, str(error)
         short = door._is_out_of_memory(error)
@@ -1155,6 +1192,9 @@ class _Work(Work):
             self.fresh = chain.run(self.stream)
         except StateLostError as lost:
             self.door._engine.lose(lost)
+            raise
+        except Raised:  # by a step of Python, after which nothing is put back
+            self._before = self._ran = None
             raise
         except BaseException:
             self._ran = None

@@ -10,6 +10,9 @@ what the host would see now with what Python saw.  If the two are equal bit for 
 next graph.  Another value ends the replay (`Diverged`), since Python does not run in it: the memory
 that the graphs have written is put back, and the call is made in another way from its start.  A
 value that Python only returns (`tails.py`) is not compared: a replay returns its own.
+
+A call of Python on objects that count and decide there (`optimizer.step()`) is made again by each
+replay, between two graphs: `Library.steps` names the methods.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +31,37 @@ from ostinato import Graph, GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.lowlevel import NotLaunched, new_lock
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PythonStep:
+    """A call between two graphs that each replay makes in Python (`optimizer.step()`)."""
+
+    value: Any
+    """The object, whose method may be replaced later."""
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attached: list[tuple[Any, str, Any]]
+    """The gradients at the call, as `Library.attached` lists them."""
+
+    def __call__(self) -> None:
+        """Makes the call.  Raises Raised, which ends the replay where the call would end."""
+        for array, name, value in self.attached:
+            if getattr(array, name) is not value:
+                setattr(array, name, value)
+        try:
+            getattr(self.value, self.name)(*self.args, **self.kwargs)
+        except Exception as error:
+            raise Raised(error) from error
+
+
+class Raised(Exception):
+    """An error: the function raised `error` in a run that counts."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,11 +84,13 @@ class Wait:
     unseen: str = ""
     """The line of work before the wait of which the library does not know what it writes; or
     empty."""
+    step: PythonStep | None = None
+    """The call of Python that `again` makes, if that is no operation that waits."""
 
     @property
     def compared(self) -> bool:
         """True if another value than the chain's ends a replay."""
-        return bool(self.line) and self.place is None
+        return bool(self.line) and self.place is None and self.step is None
 
 
 class Diverged(Exception):
@@ -92,6 +128,9 @@ class Chain:
     places: list[ResultPlace] = field(init=False)
     """The places in the result of the values that are not compared, in the order of `run`."""
     values: tuple[Hashable, ...] = field(init=False)
+    settled: list[tuple[Any, str, Any]] = field(default_factory=list)
+    """The gradients at the end of the call that are others than those at its last step of Python,
+    as `Library.attached` lists them."""
 
     def __post_init__(self) -> None:
         waits = [link.wait for link in self.links]
@@ -119,6 +158,8 @@ class Chain:
                     raise Diverged((*self.values[:index], value), link.wait.line)
             elif place.paths:
                 fresh.append(place.convert(value))
+        for array, name, value in self.settled:
+            setattr(array, name, value)
         return fresh
 
     def stop(self, error: object) -> None:
@@ -130,6 +171,11 @@ class Chain:
             )
 
     @property
+    def steps(self) -> list[PythonStep]:
+        """The calls of Python between the graphs."""
+        return [link.wait.step for link in self.links if link.wait.step is not None]
+
+    @property
     def graphs(self) -> list[Graph]:
         """The graphs before the last one."""
         return [link.executable.graph for link in self.links if link.executable is not None]
@@ -137,11 +183,14 @@ class Chain:
     @property
     def words(self) -> str:
         """The number of graphs, and the lines that wait, for tables."""
-        found = [link.wait.line.partition(": ")[0] for link in self.links]  # without the source
-        lines = dict.fromkeys(filter(None, found))
+        waits, steps = dict[str, None](), dict[str, None]()
+        for wait in [link.wait for link in self.links if link.wait.line]:
+            (waits if wait.step is None else steps)[wait.line.partition(": ")[0]] = None
         graphs = 1 + sum(link.executable is not None for link in self.links)
-        waits = f", waits at {', '.join(lines)}" if lines else ""
-        return f"{graphs} graph{'s' * (graphs > 1)}{waits}"
+        text = f"{graphs} graph{'s' * (graphs > 1)}"
+        if waits:
+            text += f", waits at {', '.join(waits)}"
+        return text + f", steps of Python at {', '.join(steps)}" * bool(steps)
 
 
 _RETURNED = "returned", "and not compared"
@@ -150,10 +199,18 @@ _RETURNED = "returned", "and not compared"
 class ChainBuilder:
     """The graphs and waits of a chain, as a library builds it.
 
-    `caller`: the code that calls the function."""
+    `caller`: the code that calls the function.  `attached`: a function that lists the gradients
+    now, as `Library.attached` does."""
 
-    def __init__(self, function: Callable[..., Any], caller: types.CodeType) -> None:
-        self._function, self._caller = function, caller
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        caller: types.CodeType,
+        attached: Callable[[], list[tuple[Any, str, Any]]],
+    ) -> None:
+        self._function, self._caller, self.attached = function, caller, attached
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Returns a block in which the function runs; the library sets it."""
         self.graphs: list[Graph] = []
         self.links: list[ChainLink] = []
         self.last: GraphExec | None = None

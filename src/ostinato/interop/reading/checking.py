@@ -15,8 +15,10 @@ import numpy as np
 
 from ostinato.errors import NotHeldError
 from ostinato.interop.reading.function import Subject
+from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.moves import NAMES
 from ostinato.interop.reading.records import Captured, Line, ReadCall
+from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.trees import Tree, Unknown
 from ostinato.lowlevel import Memory
 from ostinato.step import Cause, Finding
@@ -47,9 +49,18 @@ class CallEffects(Memory[_Content]):
         self._subject, self._line, self._captured, self._call = subject, line, captured, call
         state, attached = call.state, captured.attached
         self._written = [*call.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
-        self._written += [each.after for each in attached if each.before is each.after]
+        same = [each.after for each in attached if each.before is each.after is not None]
+        self._written += same
         self._places = [] if captured.chain is None else captured.chain.places
         self._replaced = [each for each in attached if each.before is not each.after]
+        chain = captured.chain
+        stepped = {} if chain is None else {id(step.value): step.value for step in chain.steps}
+        self._kept: HostSnapshot | None = None
+        for value in stepped.values():  # what its methods change is no argument of the graphs
+            StateWatch(value, subject.library).read([], self._written)
+        if stepped:
+            self._kept = subject.keep(call)
+            self._kept.begin()
 
     def nbytes(self) -> tuple[int, int, int]:
         storage = self._subject.library.storage
@@ -96,6 +107,9 @@ class CallEffects(Memory[_Content]):
             ):  # a copy of equal content would change the array's version
                 library.copy(array, content)
         self._captured.detach()
+        if self._kept is not None:
+            self._kept.end()
+            self._kept.put_back()
         library.restore_random(before.random)
 
     def difference(

@@ -246,6 +246,20 @@ class _Naming(Reading):
         self.names += names if len(names) == missing else [whole] * missing
 
 
+class _OfStates(Reading):
+    """A reading that also notes which tokens are of objects with a state of their own."""
+
+    def __init__(self, serial: Callable[[object], int]) -> None:
+        super().__init__(serial)
+        self.inside: set[int] = set()
+
+    def watched(self, path: Trail, watch: Watch) -> None:
+        first = len(self.tokens)
+        super().watched(path, watch)
+        if hasattr(watch, "object"):
+            self.inside.update(range(first, len(self.tokens)))
+
+
 @dataclass(slots=True)
 class _Known:
     """The record of an object that was met."""
@@ -601,11 +615,26 @@ class Guards:
                 self._named.add(name)  # an instance may have an attribute of this name
         return known
 
+    def watched(self) -> list[Any]:
+        """Returns the objects with a state of their own that the last readings have met."""
+        found = [known.watch for known in [*self._known.values()] if known.watch is not None]
+        return [each for each in (getattr(watch, "object", None) for watch in found) if each]
+
+    def start_over(self) -> None:
+        """Forgets the objects that were met, whose watches may be others from now on."""
+        self._known.clear()
+
     def names(self) -> list[str]:
         """Returns the place of each token's value, for the tokens that `read` returns now."""
         naming = _Naming(self.serial)
         self.walk(naming)
         return naming.names
+
+    def states(self) -> list[bool]:
+        """Returns for each token that `read` returns now whether it is of a watched object."""
+        reading = _OfStates(self.serial)
+        self.walk(reading)
+        return [place in reading.inside for place in range(len(reading.tokens))]
 
     def explain(self, before: Seen, after: Seen) -> list[str]:
         """Returns the names of what differs between two readings; empty if nothing does.  `after`

@@ -102,6 +102,16 @@ class Library(WatchingLibrary, Protocol):
         """Returns the position of an array's first element in its memory."""
         ...
 
+    def step_in_python(self, value: object, named: Collection[str], waits: bool, /) -> bool:
+        """Makes each replay of a chain call the methods of an object that counts and decides in
+        Python (an optimiser, a scheduler).  Guards then read of it only what graphs may use besides
+        these calls.
+
+        Returns False for other objects, for one that is called so already, if code that names the
+        attributes `named` may read what these methods change, and, for `waits`, if they do not wait
+        for the device."""
+        return False
+
     def on_host(self, array: Any, /) -> bool:
         """True if an array is in the host's memory."""
         return False
@@ -125,9 +135,10 @@ class Library(WatchingLibrary, Protocol):
         array, the name of the attribute, and its value now."""
         return []
 
-    def live(self) -> Callable[[Any], Hashable] | None:
-        """Returns a function that reads a state of an array (whether it requires gradients) that
-        decides what a call does and may change in place; None if no such state counts now."""
+    def live(self, *, attached: bool = True) -> Callable[[Any], Hashable] | None:
+        """Returns a function that reads a state of an array (whether it requires gradients and, if
+        `attached`, has one) that decides what a call does and may change in place; None if no such
+        state counts now."""
         return None
 
     def wants_gradient(self, result: Any, /) -> bool:

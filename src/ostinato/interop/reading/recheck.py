@@ -553,7 +553,7 @@ def checked(
                 return None
             if checks.addresses(noting.arrays) != seen[1]:
                 return None
-            live = library.live()
+            live = library.live(attached=False)
             if live is not None:
                 checks.each(live, noting.arrays)
         for each in attached:  # the gradients are as a replay leaves them: nothing to set

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from ostinato import Graph, GraphExec, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
-from ostinato.interop.reading.chains import Chain, ChainBuilder, output_noted
+from ostinato.interop.reading.chains import Chain, ChainBuilder, Raised, output_noted
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
@@ -60,14 +61,6 @@ class ChainRun:
     """The reason why the graphs cannot be replayed; None if they can."""
     told: list[str] = field(default_factory=list)
     """The lines on which it printed or logged."""
-
-
-class Raised(Exception):
-    """An error: the function raised `error` in a run that counts."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 class Maker:
@@ -195,12 +188,19 @@ class Maker:
         graph.owner = captured
         return graph, captured
 
-    def _run(self, prepared: _Prepared, call: ReadCall, kept: HostSnapshot) -> Any:
-        """Runs the function on the inputs of a graph."""
+    def _run(
+        self,
+        prepared: _Prepared,
+        call: ReadCall,
+        kept: HostSnapshot,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> Any:
+        """Runs the function on the inputs of a graph, in a block."""
         kept.begin()  # a second try begins where the first one did
         prepared.attached = self._subject.library.attached(call.state)
         try:
-            return self._subject.function(*prepared.args, **prepared.kwargs)
+            with around():
+                return self._subject.function(*prepared.args, **prepared.kwargs)
         finally:
             kept.end()
 
@@ -213,7 +213,8 @@ class Maker:
         subject, library = self._subject, self._subject.library
         prepared = self._prepare(call)
         versions = [*map(library.version, call.state)]
-        builder = ChainBuilder(subject.function, Maker._run.__code__)
+        attached = partial(library.attached, call.state)
+        builder = ChainBuilder(subject.function, Maker._run.__code__, attached)
         made = ChainRun(prepared, builder, random, versions)
         prepared.stage(call.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
@@ -221,7 +222,7 @@ class Maker:
             assert library.chain is not None
             with output_noted(made.told):
                 made.result, made.why = library.chain(
-                    lambda stream: self._run(prepared, call, kept), made.links
+                    lambda stream: self._run(prepared, call, kept, builder.around), builder
                 )
         except (NotGraphable, ContextPoisonedError):
             raise
@@ -291,12 +292,20 @@ class Maker:
             return
         own = {storage(one).address for one in made.prepared.inputs}
         state = [storage(array).address for array in call.state]
-        drew, last = not library.same_random(made.random), chain.links[-1].wait
-        waits = [link.wait for link in chain.links if link.wait.compared]
+        drew, every = not library.same_random(made.random), [link.wait for link in chain.links]
+        last, waits = every[-1], [wait for wait in every if wait.compared]
+        steps = [wait for wait in every if wait.step is not None]
         if not waits:
-            chain.complete = bool(last.line) and not (last.written - own or last.unseen or drew)
+            chain.complete = bool(last.line) and not (
+                steps or last.written - own or last.unseen or drew
+            )
             return
         wait = waits[-1]
+        if steps and every.index(wait) > every.index(steps[0]):
+            raise self._subject.not_graphable(
+                f"after {steps[0].line} the call waits at {wait.line} for a value that decides, "
+                "and what Python has done could not be taken back for another value"
+            )
         if wait.unseen:
             raise self._subject.not_graphable(
                 f"the work of {wait.unseen} is not the library's, and what it writes before "
@@ -310,7 +319,9 @@ class Maker:
             )
         chain.saved = tuple([i for i, address in enumerate(state) if address in wait.written])
         chain.draws = drew
-        chain.complete = bool(last.line) and not (last.written - own - wait.written or last.unseen)
+        chain.complete = bool(last.line) and not (
+            steps or last.written - own - wait.written or last.unseen
+        )
 
     def _captured(
         self,
@@ -348,14 +359,24 @@ class Maker:
             self._compare_shapes(line, tree, call)
         bound = prepared.bound
         captured = self.record(line, call, inputs, prepared.stage, tree, bound)
-        attached = zip(prepared.attached, library.attached(call.state), strict=True)
-        captured.attached = tuple(
-            [
-                AttachedGradient(array, name, before, after)
-                for (array, name, before), (_, _, after) in attached
-                if not (before is after is None)
+        attached = [*zip(prepared.attached, library.attached(call.state), strict=True)]
+        steps = [] if chain is None else chain.steps
+        between = {id(array): value for step in steps for array, _, value in step.attached}
+        values = [value for (_, _, one), (_, _, other) in attached for value in (one, other)]
+        # All of them, if any: a replay that sets some must also find the others as they were.
+        if any(value is not None for value in (*values, *between.values())):
+            captured.attached = tuple(
+                [
+                    AttachedGradient(array, name, before, after)
+                    for (array, name, before), (_, _, after) in attached
+                ]
+            )
+        if chain is not None:
+            chain.settled = [
+                (array, name, after)
+                for (array, name, _), (_, _, after) in attached
+                if between.get(id(array), after) is not after
             ]
-        )
         captured.kept = _pointed_at(nodes, prepared.around, bound)
         return captured
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import operator
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, out_of_memory
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
-from ostinato.interop.torch.watching import ModuleWatch, stateful
+from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
 
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -45,6 +46,13 @@ def _getters(*names: str) -> tuple[Callable[[], Any], ...]:
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+def _learning(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Returns whether a tensor requires gradients, and whether it has one: backward adds to it."""
+    return tensor.requires_grad, tensor.is_leaf and tensor.grad is not None
+
+
 _settings = _getters(
     "deterministic_algorithms",
     "cublas_allow_fp16_reduced_precision_reduction",
@@ -259,7 +267,27 @@ class Torch:
         if isinstance(value, torch.nn.Module):
             return ModuleWatch(value)
         found = stateful(value)
-        return None if found is None else StateWatch(found, self)
+        if found is None:
+            return None
+        return (StepWatch if found in self._steps else StateWatch)(found, self)
+
+    @cached_property
+    def _steps(self) -> weakref.WeakKeyDictionary[Any, tuple[str, ...]]:
+        """The objects whose methods replays call, with the names of these methods."""
+        return weakref.WeakKeyDictionary()
+
+    def step_in_python(self, value: object, named: Collection[str], waits: bool, /) -> bool:
+        names = () if value in self._steps else steps_of(value, named)
+        if waits and not isinstance(value, torch.amp.GradScaler):
+            return False
+        if names:
+            self._steps[value] = names
+        return bool(names)
+
+    @property
+    def step_methods(self) -> list[tuple[Any, str]]:
+        """The objects whose methods replays call, each with the name of a method."""
+        return [(value, name) for value, names in self._steps.items() for name in names]
 
     @staticmethod
     def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:
@@ -333,11 +361,14 @@ class Torch:
         return "that it requires gradients" if tensor.requires_grad else ""
 
     def attached(self, tensors: Sequence[torch.Tensor], /) -> list[tuple[Any, str, Any]]:
-        learning = {id(t): t for t in tensors if t.requires_grad and t.is_leaf}
-        return [(tensor, "grad", tensor.grad) for tensor in learning.values()]
+        # Frozen ones too: `zero_grad` drops the gradients from before they were frozen.
+        leaves = {id(tensor): tensor for tensor in tensors if tensor.is_leaf}
+        return [(tensor, "grad", tensor.grad) for tensor in leaves.values()]
 
-    def live(self) -> Callable[[Any], Hashable] | None:
-        return _requires_grad if torch.is_grad_enabled() else None
+    def live(self, *, attached: bool = True) -> Callable[[Any], Hashable] | None:
+        if not torch.is_grad_enabled():
+            return None
+        return _learning if attached else _requires_grad
 
     def wants_gradient(self, result: Any, /) -> bool:
         if not torch.is_grad_enabled():
@@ -428,7 +459,7 @@ class Torch:
     def chain(
         self, work: Callable[[Stream], Any], parts: ChainBuilder
     ) -> tuple[Any, NotGraphable | None]:
-        return run_chain(self._captures, work, parts)
+        return run_chain(self._captures, self.step_methods, work, parts)
 
     out_of_memory = staticmethod(out_of_memory)
 

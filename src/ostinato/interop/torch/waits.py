@@ -18,6 +18,8 @@ copied in each replay, and compared.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -30,7 +32,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ostinato import Capture, Graph, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop import captures as rules
-from ostinato.interop.reading.chains import ChainBuilder, Wait, as_value, error_value
+from ostinato.interop.reading.chains import (
+    ChainBuilder,
+    PythonStep,
+    Wait,
+    as_value,
+    error_value,
+)
 from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.interop.torch.adopting import adopt_graph
@@ -110,15 +118,23 @@ class Captor(Protocol):
 
 class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for it
     """Cuts a run into captures.  `known`: kinds of operations that have broken captures before,
-    to which others are added.  `device`: the device of the captures."""
+    to which others are added.  `device`: the device of the captures.  `steps`: objects, each with
+    the name of a method that is called in Python, between two captures."""
 
     supports_higher_order_operators = True
     """Such operators run as work that is no operation of torch."""
 
     def __init__(
-        self, captor: Captor, parts: ChainBuilder, known: set[Kind], device: torch.device
+        self,
+        captor: Captor,
+        parts: ChainBuilder,
+        known: set[Kind],
+        device: torch.device,
+        steps: Sequence[tuple[Any, str]] = (),
     ) -> None:
         super().__init__()
+        self._steps, self._stepping = steps, False
+        parts.around = self._around
         self._captor, self._parts, self._known, self._device = captor, parts, known, device
         self._segment: Segment | None = None
         self._position: Hashable = None
@@ -143,6 +159,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
         Raises the errors of the work; NotGraphable for an error that a capture has caused, with all
         memory as before."""
+        self._modes = _modes()
         self._start()
         try:
             with self:
@@ -227,10 +244,71 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                         into.copy_(made)
         self._done = []
 
+    # --- steps of Python
+    @contextmanager
+    def _around(self) -> Iterator[None]:
+        """Makes the calls of `steps` in the block end the capture under way.
+
+        The methods are replaced on the objects: a scheduler does so too, and keeps a class's."""
+        before = []
+        for value, name in self._steps:
+            held, method = vars(value), getattr(value, name)
+            before.append((held, name, held.get(name)))
+            held[name] = functools.wraps(method)(functools.partial(self._step, value, name, method))
+        try:
+            yield
+        finally:
+            for held, name, method in before:
+                if method is None:
+                    held.pop(name, None)
+                else:
+                    held[name] = method
+
+    def _step(self, value: Any, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method between two captures, and notes the call."""
+        given = [*args, *kwargs.values()]
+        if self._segment is None or any(map(inspect.isroutine, given)):  # a closure may compute all
+            return method(*args, **kwargs)
+        line = line_outside_torch()
+        self._cut()
+        if self.why:  # the capture was broken
+            return method(*args, **kwargs)
+        modes = _modes()
+        attached = self._parts.attached()
+        self._stepping = True
+        try:
+            result = method(*args, **kwargs)
+        except BaseException:
+            self.why = f"{line} raised an error"
+            raise
+        finally:
+            self._stepping = False
+        if result is not None or modes != self._modes:
+            self.why = f"what {line} returns, or the modes of torch there, are not the same later"
+            return result
+        step = PythonStep(value, name, _map(alias, args), _map(alias, kwargs), attached)
+        written = frozenset(self._written)
+        self._parts.waited(Wait(line, None, step, None, written, self._unseen, step))
+        self._start()
+        return None
+
+    def _run_step(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation of a step, and notes what it writes."""
+        old = {_storage(leaf) for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)}
+        self._note_written(func, args, kwargs)
+        self._keep()
+        result = func(*args, **kwargs)
+        for leaf in _leaves(result):
+            if _is_tensor(leaf) and _storage(leaf) not in old:
+                self._own.setdefault(_storage(leaf), leaf)
+        return result
+
     # --- operations
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._segment is None or not isinstance(func, torch._ops.OpOverload):
+            if self._stepping:
+                return self._run_step(func, args, kwargs)
             return func(*args, **kwargs)
         if func._can_decompose():  # it may wait in one of its parts
             with self:
@@ -484,6 +562,16 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         return tuple(found)
 
 
+def _modes() -> tuple[bool, ...]:
+    """Returns the modes that a function may change around a call of its own."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+    )
+
+
 def _flat(result: Any) -> Sequence[Any]:
     return (result,) if isinstance(result, torch.Tensor | float | None) else _leaves(result)
 
@@ -730,7 +818,10 @@ class _Captor:
 
 
 def run_chain(
-    captures: Captures, work: Callable[[Stream], Any], parts: ChainBuilder
+    captures: Captures,
+    steps: Sequence[tuple[Any, str]],
+    work: Callable[[Stream], Any],
+    parts: ChainBuilder,
 ) -> tuple[Any, NotGraphable | None]:
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index):
@@ -742,7 +833,7 @@ def run_chain(
         compiled: list[str] = []
         events = FollowedEvents()
         where = torch.device("cuda", captures.index)
-        mode = Segments(captor, parts, captures.waiting, where)
+        mode = Segments(captor, parts, captures.waiting, where, steps)
         side.wait_stream(current)
         try:
             with (

@@ -7,7 +7,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,25 @@ from ostinato.interop.reading.guards import Guarded
 from ostinato.interop.reading.objects import Missing, Watch, same, version_of
 from ostinato.interop.reading.places import data_of, forget_methods, methods_of, names_in_method
 from ostinato.interop.reading.recheck import Checks, Inexpressible
+from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
 from ostinato.interop.torch.trees import PLAIN
 
-_STATEFUL = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_STEPS: dict[type, tuple[str, ...]] = {
+    torch.optim.Optimizer: ("step",),
+    torch.optim.lr_scheduler.LRScheduler: ("step",),
+    torch.amp.GradScaler: ("unscale_", "step", "update"),
+}
+"""The classes whose objects are read whole, with the methods that change them."""
+_STATEFUL = tuple(_STEPS)
+_READING = frozenset(
+    [
+        *("param_groups", "state", "defaults", "state_dict", "load_state_dict", "add_param_group"),
+        *("get_last_lr", "last_epoch", "base_lrs", "get_growth_factor", "get_backoff_factor"),
+    ]
+)
+"""Attributes by which a function reads what these methods change, so that it needs guards."""
 _TABLES = "_forward_hooks", "_forward_pre_hooks"
 _all = itertools.chain.from_iterable
 _values = dict.values
@@ -80,6 +94,61 @@ def stateful(value: Any) -> Any:
     if isinstance(value, weakref.ref):
         value = value()
     return value if isinstance(value, _STATEFUL) else None
+
+
+def steps_of(value: object, named: Collection[str]) -> tuple[str, ...]:
+    """Returns the methods of an object that a replay can call in Python; empty if there are none,
+    or if code that names the attributes `named` may read what they change."""
+    if not _READING.isdisjoint(named):
+        return ()
+    if isinstance(value, torch.optim.Optimizer):
+        kind = type(value)
+        if kind.zero_grad is not torch.optim.Optimizer.zero_grad:
+            return ()
+    return next((names for kind, names in _STEPS.items() if isinstance(value, kind)), ())
+
+
+class StepWatch(StateWatch):
+    """What graphs use of an object whose steps a replay makes in Python: the parameters of an
+    optimiser, whose gradients `zero_grad` sets, and the scale of a scaler."""
+
+    def _used(self) -> dict[str, Any]:
+        held = vars(self.object)
+        return {name: held[name] for name in ("param_groups", *_SCALING) if name in held}
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        used = self._used()
+        groups = used.get("param_groups", ())
+        found = [parameter for group in groups for parameter in group["params"]]
+        found += [used[name] for name in _SCALING[:2] if used.get(name) is not None]
+        tokens.append((StepWatch, type(self.object), len(found), used.get("_enabled")))
+        arrays += found
+
+    def names(self) -> list[str]:
+        return []
+
+    def others(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def holders(self) -> Iterable[Any]:
+        self._find()
+        return super().holders()
+
+    def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
+        self.read(tokens, arrays)
+        used = self._used()
+        checks.kind(self.object)
+        checks.some_items(vars(self.object), used)
+        groups = used.get("param_groups")
+        if groups is None:
+            return
+        checks.sequence(groups, [*groups])
+        for group in groups:
+            checks.some_items(group, {"params": group["params"]})
+            checks.sequence(group["params"], [*group["params"]])
+
+
+_SCALING = "_scale", "_growth_tracker", "_enabled"
 
 
 class ModuleWatch(Watch):

@@ -1,0 +1,383 @@
+"""Training steps: a graphed step has the effects of an eager one, whatever changes between calls.
+
+On the CPU captures are tapes, and `on_cpu_steps` makes optimisers count as they do beside a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+from tests.interop.tape import OnCpu  # needs torch
+
+Make = Callable[..., Any]
+_nn: Any = torch.nn
+
+
+class Trained:
+    """A small model with an optimiser, a scheduler and a scaler, and the step that trains it."""
+
+    def __init__(self, where: str, optimizer: str = "sgd", *, scales: bool = False) -> None:
+        torch.manual_seed(1)
+        self.where, self.clip = where, 1.0
+        self.model = _nn.Sequential(
+            _nn.Linear(4, 8), _nn.BatchNorm1d(8), _nn.ReLU(), _nn.Dropout(0.25), _nn.Linear(8, 2)
+        ).to(where)
+        self.unused = _nn.Parameter(torch.ones(2, device=where))
+        parameters = [*self.model.parameters(), self.unused]
+        make: dict[str, Callable[[], Any]] = {
+            "sgd": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+            "adam": lambda: torch.optim.Adam(parameters, lr=0.02),
+            "adamw": lambda: torch.optim.AdamW(parameters, lr=0.02, foreach=False),
+            "lion": lambda: Lion(parameters, {"lr": 0.01}),
+        }
+        self.optimizer = make[optimizer]()
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.8)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, patience=1)
+        self.scaler = torch.amp.GradScaler(
+            where, init_scale=64.0, growth_interval=3, enabled=scales
+        )
+        self.average = torch.zeros(8, 4, device=where)
+
+    def state(self) -> list[Any]:
+        """Returns all that a step may change."""
+        held = [self.model, self.optimizer, self.scheduler, self.plateau, self.scaler]
+        found: list[Any] = [copy.deepcopy(each.state_dict()) for each in held]
+        found += [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
+        return [*found, self.average.clone(), torch.get_rng_state()]
+
+
+class Lion(torch.optim.Optimizer):  # type: ignore[misc]  # torch has no type for it
+    """An optimiser of the user's, which counts its steps in Python."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.sign(), alpha=-group["lr"] / self.count)
+
+
+Step = Callable[[Any, Any], Any]
+
+
+def plainly(t: Trained) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        t.optimizer.zero_grad()
+        loss = _nn.functional.mse_loss(t.model(x), y)
+        loss.backward()
+        t.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def scheduled(t: Trained) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        loss = _nn.functional.mse_loss(t.model(x), y)
+        loss.backward()
+        t.optimizer.step()
+        t.scheduler.step()
+        t.optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return step
+
+
+def by_plateau(t: Trained) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        loss = _nn.functional.mse_loss(t.model(x), y)
+        loss.backward()
+        t.optimizer.step()
+        t.plateau.step(loss.detach())
+        t.optimizer.zero_grad()
+        return {"loss": loss.item()}
+
+    return step
+
+
+def scaled(t: Trained) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        t.optimizer.zero_grad()
+        loss = _nn.functional.mse_loss(t.model(x), y)
+        t.scaler.scale(loss).backward()
+        t.scaler.unscale_(t.optimizer)
+        _nn.utils.clip_grad_norm_(t.model.parameters(), t.clip)
+        t.scaler.step(t.optimizer)
+        t.scaler.update()
+        return loss.detach()
+
+    return step
+
+
+def accumulated(t: Trained) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        t.optimizer.zero_grad()
+        total = torch.zeros((), device=x.device)
+        for part, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
+            loss = _nn.functional.mse_loss(t.model(part), wanted) / 2
+            loss.backward()
+            total += loss.detach()
+        t.optimizer.step()
+        with torch.no_grad():
+            t.average.mul_(0.9).add_(t.model[0].weight, alpha=0.1)
+        return total
+
+    return step
+
+
+def stopped_by_nan(t: Trained) -> Step:
+    def step(x: Any, y: Any) -> Any:
+        loss = _nn.functional.mse_loss(t.model(x), y)
+        if not torch.isfinite(loss):
+            raise FloatingPointError("the loss is not finite")
+        loss.backward()
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+STEPS = [plainly, scheduled, by_plateau, scaled, accumulated]
+KINDS = ["sgd", "adam", "adamw", "lion"]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a tape refuse the counters of optimisers, which lie on the CPU beside a GPU."""
+    refusal, watch = OnCpu.refusal, OnCpu.watch
+    counters: list[Any] = []
+
+    def watched(self: Any, value: Any, /) -> Any:
+        found = watch(self, value)
+        one = getattr(found, "object", None)
+        if isinstance(one, torch.optim.Optimizer):
+            counters.append(one.state)
+        return found
+
+    def refused(self: Any, tensor: Any, /) -> str:
+        if any(tensor is each.get("step") for state in counters for each in state.values()):
+            return "a counter on the CPU"
+        return refusal(self, tensor)
+
+    monkeypatch.setattr(OnCpu, "watch", watched)
+    monkeypatch.setattr(OnCpu, "refusal", refused)
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if two states are equal, tensors bit for bit (NaN where NaN is)."""
+    if isinstance(one, torch.Tensor):
+        return bool(torch.equal(one.nan_to_num(7.5), other.nan_to_num(7.5)))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def trained(
+    make: Make,
+    where: str,
+    writer: Callable[[Trained], Step],
+    kind: str = "sgd",
+    *,
+    calls: int = 24,
+    between: Callable[[Trained, int], None] = lambda trained, call: None,
+    rows: Callable[[int], int] = lambda call: 8,
+    replays: int = 10,
+    **options: Any,
+) -> Any:
+    """Trains by graphed and by eager steps; each call must do the same.  `between` is called before
+    each call.  Returns the graphed step."""
+    both = [Trained(where, kind, scales=writer is scaled) for _ in range(2)]
+    steps = [make(writer(both[0]), **options), writer(both[1])]
+    random_states = [torch.get_rng_state()] * 2
+    for call in range(calls):
+        draw = torch.Generator().manual_seed(call)
+        x, y = (torch.randn(rows(call), n, generator=draw) for n in (4, 2))
+        found = []
+        for side, (one, step) in enumerate(zip(both, steps, strict=True)):
+            torch.set_rng_state(random_states[side])
+            torch.manual_seed(100 + call)
+            between(one, call)
+            try:
+                result: Any = step(x.to(where), y.to(where))
+            except FloatingPointError as error:
+                result = str(error)
+            found.append((result, one.state()))
+        (ours, our_state), (theirs, their_state) = found
+        assert same(ours, theirs), f"call {call}: {ours} {theirs}\n{steps[0].explain()}"
+        for index, (mine, wanted) in enumerate(zip(our_state, their_state, strict=True)):
+            assert same(mine, wanted), f"call {call}, state {index}\n{steps[0].explain()}"
+    assert steps[0].statistics().replays >= replays, steps[0].explain()
+    return steps[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("writer", STEPS)
+def test_a_whole_step(writer: Any, kind: str, make_chained: Make, where: str) -> None:
+    trained(make_chained, where, writer, kind)
+
+
+def test_a_rate_that_changes_at_each_call(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        for group in t.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.1 / (call + 1), 0.01 * call
+
+    trained(make_chained, where, plainly, between=between)
+
+
+def test_a_scale_that_overflows(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        if call in (9, 15):
+            with torch.no_grad():
+                t.model[0].weight[0, 0] = float("inf") if call == 9 else 0.5
+
+    trained(make_chained, where, scaled, "adam", between=between)
+
+
+def test_a_clip_that_changes(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        t.clip = (1.0, 0.01)[call % 2]
+
+    trained(make_chained, where, scaled, "adam", calls=36, between=between)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_checkpoint_is_loaded_into_a_running_step(
+    kind: str, make_chained: Make, where: str
+) -> None:
+    kept: dict[int, Any] = {}
+
+    def between(t: Trained, call: int) -> None:
+        held = [t.model, t.optimizer, t.scheduler]
+        if call == 5:
+            kept[id(t)] = [copy.deepcopy(each.state_dict()) for each in held]
+        if call == 14:
+            for each, state in zip(held, kept[id(t)], strict=True):
+                each.load_state_dict(state)
+
+    trained(make_chained, where, scheduled, kind, between=between)
+
+
+def test_another_batch_size(make_chained: Make, where: str) -> None:
+    trained(make_chained, where, scheduled, "adam", calls=40, rows=lambda call: (8, 6)[call % 2])
+
+
+def test_layers_that_are_frozen_and_modes(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        t.model[0].requires_grad_(call % 16 < 8)
+        t.model[1].train(call % 32 < 16)
+
+    trained(make_chained, where, scheduled, "adam", calls=48, between=between)
+
+
+def test_parameters_that_are_added(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        if call == 11:
+            more = _nn.Parameter(torch.ones(3, device=t.where))
+            t.optimizer.add_param_group({"params": [more], "lr": 0.5})
+
+    trained(make_chained, where, plainly, "adam", calls=30, between=between)
+
+
+def test_a_second_optimizer(make_chained: Make, where: str) -> None:
+    def writer(t: Trained) -> Step:
+        other = torch.optim.Adam(t.model[0].parameters(), lr=0.01)
+        first = plainly(t)
+
+        def step(x: Any, y: Any) -> Any:
+            loss = first(x, y)
+            other.step()
+            return loss
+
+        return step
+
+    trained(make_chained, where, writer)
+
+
+def test_an_error_in_a_step_of_python(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        def fail(*args: Any) -> None:
+            raise FloatingPointError("not today")
+
+        if call in (8, 16):
+            t.hook = t.optimizer.register_step_pre_hook(fail)  # type: ignore[attr-defined]
+        if call in (9, 17):
+            t.hook.remove()  # type: ignore[attr-defined]
+
+    trained(make_chained, where, scheduled, "adam", between=between)
+
+
+def test_a_value_that_decides(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        with torch.no_grad():
+            t.model[4].bias[0] = float("nan") if call == 12 else 0.25
+
+    trained(make_chained, where, stopped_by_nan, between=between, replays=0)
+
+
+def test_a_step_whose_rate_is_read_is_never_stale(make_chained: Make, where: str) -> None:
+    def writer(t: Trained) -> Step:
+        step = scheduled(t)
+
+        def also(x: Any, y: Any) -> Any:
+            return (
+                step(x, y),
+                t.scheduler.get_last_lr()[0],
+                x.sum() * t.optimizer.param_groups[0]["lr"],
+            )
+
+        return also
+
+    trained(make_chained, where, writer, replays=0)
+
+
+def test_checks_take_back_what_a_step_did(make_chained: Make, where: str) -> None:
+    step = trained(make_chained, where, scheduled, "adam", verify=3)
+    assert step.statistics().verified > 2, step.explain()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_training(seed: int, make_chained: Make, where: str) -> None:
+    draw = random.Random(seed)
+    plan = [draw.choice(["", "", "", "rate", "eval", "freeze", "load", "none"]) for _ in range(40)]
+    kept: dict[int, Any] = {}
+
+    def between(t: Trained, call: int) -> None:
+        what = plan[call]
+        if what == "rate":
+            t.optimizer.param_groups[0]["lr"] *= 0.9
+        elif what == "eval":
+            t.model.train(not t.model.training)
+        elif what == "freeze":
+            t.model[4].requires_grad_(not t.model[4].weight.requires_grad)
+        elif what == "load":
+            now = copy.deepcopy(t.optimizer.state_dict())
+            t.optimizer.load_state_dict(kept.get(id(t), now))
+            kept[id(t)] = now
+        elif what == "none":
+            t.optimizer.zero_grad()
+
+    writer, kind = draw.choice(STEPS), draw.choice(KINDS)
+    sizes = [draw.choice([8, 8, 8, 6]) for _ in range(40)]
+    trained(
+        make_chained,
+        where,
+        writer,
+        kind,
+        calls=40,
+        between=between,
+        rows=sizes.__getitem__,
+        replays=0,
+    )
