@@ -1189,9 +1189,10 @@ def train(make: Make, name: str, *, scaled: bool = False, each: int = 6) -> Any:
 
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_a_learning_rate_that_a_scheduler_changes(make: Make, name: str) -> None:
-    statistics = train(make, name).statistics()
-    if name == "Adam":  # it counts its steps on the CPU
-        assert statistics.replays == 0 and "on cpu" in str(statistics.quarantined)
+    step = train(make, name)
+    statistics = step.statistics()
+    if name == "Adam":  # it counts its steps on the CPU, so that replays make them in Python
+        assert statistics.captures == 1 and statistics.replays >= 20, step.explain()
     elif "tensor" in name:
         assert statistics.captures == 1 and statistics.replays >= 27, statistics
     else:
@@ -1200,19 +1201,17 @@ def test_a_learning_rate_that_a_scheduler_changes(make: Make, name: str) -> None
 
 @pytest.mark.parametrize("name", ["SGD", "fused SGD", "capturable Adam", "fused AdamW"])
 def test_a_scaler_of_gradients(make: Make, name: str) -> None:
-    """It reads whether anything overflowed, unless the optimiser does on the device."""
+    """It reads whether anything overflowed, in Python, unless the optimiser does on the device."""
     step = train(make, name, scaled=True)
     statistics = step.statistics()
-    if "fused" in name:
-        assert statistics.replays >= 20, step.explain()
-    else:
-        assert statistics.replays == 0 and "self.scaler.step(" in step.explain(), step.explain()
+    assert statistics.replays >= (20 if "fused" in name else 3), step.explain()
+    assert ("steps of Python" in step.explain()) is not ("fused" in name), step.explain()
 
 
 def test_a_learning_rate_that_is_another_one_at_each_step(make: Make) -> None:
     step = train(make, "SGD", each=1)
     assert len(step.statistics().keys) <= 3, step.explain()
-    assert "self.optimizer.param_groups[0]['lr']" in step.explain(), step.explain()
+    assert step.statistics().replays >= 10, step.explain()
 
 
 def test_a_scheduler_inside_of_the_function(make: Make) -> None:
@@ -1233,7 +1232,7 @@ def test_a_scheduler_inside_of_the_function(make: Make) -> None:
         for number in range(12):
             x, y = randn(8, 16), randn(8, 16)
             assert same(step(x, y), f(x, y)), number
-    assert step.statistics().replays == 0 and "schedule." in step.explain(), step.explain()
+    assert step.statistics().replays >= 4, step.explain()
 
 
 # ------------------------------------------------------------------------------ seeds

@@ -540,7 +540,17 @@ class Graphed(Guarded, Closeable):
         if self._guards is None or places[0] < len(given.tokens):
             return False
         states = self._guards.states()
-        return all(states[p - len(given.tokens)] for p in places) and self._step_in_python()
+        if not all(states[place - len(given.tokens)] for place in places):
+            return False
+        if not self._step_in_python():
+            return False
+        idle = [
+            (k, each) for k, each in self._lines.items() if not (each.captured() or each.reason)
+        ]
+        for key, line in idle[1:]:  # one line counts the calls of all
+            self._engine.entered(idle[0][1])[1].add(self._engine.entered(line)[1])
+            del self._lines[key]
+        return True
 
     def _places_in_words(self, places: Sequence[int], given: ReadCall) -> tuple[str, str]:
         """Formats a key for tables, without its tokens at some places, and names the values of

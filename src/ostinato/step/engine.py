@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import operator
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -659,10 +660,13 @@ class Engine:
             failed = work.failed(error)
             if failed is None:
                 raise
+            # What the work held goes now, and not with the next collection of garbage: memory of
+            # the device, and nodes of autograd that remember the stream of the capture.
+            for each in causes(error):
+                traceback.clear_frames(each.__traceback__)
         else:
             self._counts_of(entry).captures += 1
             return None
-        # The error is gone, and with it the objects that its frames held.
         reason, why = failed
         if reason is Reason.NO_MEMORY and again and self._make_room(work):
             return self._install(work, entry, make, again=False)

@@ -43,13 +43,15 @@ class AttachedGradient:
     name: str
     before: Any
     after: Any
+    read: bool
+    """True if the graph points at the memory of `before`."""
 
     @property
     def fits(self) -> bool:
         """True if a replay does what the function would do now.  A replay writes into the gradient
         of the capture, so a gradient that was added to must still be that array; and if there was
         none, there must be none now, since the function would add to it."""
-        if self.before is not None and self.before is not self.after:
+        if self.before is not None and self.before is not self.after and not self.read:
             return True  # the function replaced it, whatever it was
         return getattr(self.array, self.name) is self.before
 

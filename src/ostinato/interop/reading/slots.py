@@ -272,10 +272,6 @@ class Maker:
             made.fresh.append(place.get(made.result))
             result = place.put(result, mark)
         captured = self._captured(line, call, made.prepared, nodes, result, chain, marks)
-        if captured.attached and any(link.wait.compared for link in links.links):
-            raise subject.not_graphable(
-                "a call that depends on a value gives gradients to what it uses"
-            )
         # Other values of the waits than in the warm-up may lead to other writes.
         line.state |= self.changed(call.state, made.versions)
         self._note_saved(call, made, chain)
@@ -363,11 +359,20 @@ class Maker:
         steps = [] if chain is None else chain.steps
         between = {id(array): value for step in steps for array, _, value in step.attached}
         values = [value for (_, _, one), (_, _, other) in attached for value in (one, other)]
+        words = _words(nodes)
+
+        def read(gradient: Any) -> bool:
+            if gradient is None:
+                return False
+            memory = library.storage(gradient)
+            first, last = np.searchsorted(words, [memory.address, memory.end])
+            return bool(first < last)
+
         # All of them, if any: a replay that sets some must also find the others as they were.
         if any(value is not None for value in (*values, *between.values())):
             captured.attached = tuple(
                 [
-                    AttachedGradient(array, name, before, after)
+                    AttachedGradient(array, name, before, after, read(before))
                     for (array, name, before), (_, _, after) in attached
                 ]
             )
@@ -377,7 +382,7 @@ class Maker:
                 for (array, name, _), (_, _, after) in attached
                 if between.get(id(array), after) is not after
             ]
-        captured.kept = _pointed_at(nodes, prepared.around, bound)
+        captured.kept = _pointed_at(words, prepared.around, bound)
         return captured
 
     def record(
@@ -593,12 +598,11 @@ def _living(kind: type) -> Iterator[Any]:
 
 
 def _pointed_at(
-    nodes: Iterable[Node], around: Iterable[tuple[MemoryRange, object]], bound: Bound
+    words: npt.NDArray[np.uint64], around: Iterable[tuple[MemoryRange, object]], bound: Bound
 ) -> list[object]:
-    """Returns the owners of memory that a graph points at, without `bound`, which may move.
+    """Returns the owners of memory that words point at, without `bound`, which may move.
 
     A number that equals an address by chance keeps memory longer, and has no other effect."""
-    words = _words(nodes)
     others = {memory.address for memory, _ in bound.storages}
     found = [(memory, keeper) for memory, keeper in around if memory.address not in others]
     starts = np.array([memory.address for memory, _ in found], np.uint64)

@@ -344,7 +344,7 @@ class Torch:
         given = [name for name in vars(tensor) if not name.startswith("_")]
         if not copied:
             given = [name for name in given if name in names]
-        if "grad" in names and tensor.is_leaf and tensor.grad is not None:
+        if copied and "grad" in names and tensor.is_leaf and tensor.grad is not None:
             given.append("grad")
         if copied and tensor._backward_hooks:  # they change the gradients that a function computes
             given.append("_backward_hooks")

@@ -22,6 +22,7 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -772,10 +773,12 @@ class _ByTorch(_Capture):
         self._open.enter_context(captures.unseeded(beside))
 
     def end(self) -> Graph | None:
-        empty = self.active() and not self.position()
-        self.abort()
-        if empty:
+        if self.active() and not self.position():
+            with warnings.catch_warnings():  # torch warns of empty graphs
+                warnings.simplefilter("ignore")
+                self.abort()
             return None
+        self.abort()
         captures = self._captures
         graph = adopt_graph(captures.device, self._graph, generators=captures.generators)
         if graph.only_to_read:
