@@ -90,7 +90,9 @@ def test_the_code_of_the_pages_runs(page: str) -> None:
     (block,) = [
         b
         for b in re.findall(r"^```py\w*\n(.*?)^```", text, flags=re.S | re.M)
-        if "interop.torch" in b and "save()" not in b  # that one: test_graphed_store.py
+        if "interop.torch" in b
+        and "save()" not in b  # that one: test_graphed_store.py
+        and "train_step" not in b
     ]
     inputs = [torch.randn(2, 8, device="cuda") for _ in range(4)]
     names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(8, 8).cuda()}
@@ -104,9 +106,25 @@ def test_the_code_of_the_pages_runs(page: str) -> None:
     names["step"].close()
 
 
-def test_the_example_runs() -> None:
+def test_the_training_step_of_the_page_runs() -> None:
+    text = (ROOT / "docs/torch.md").read_text(encoding="utf-8")
+    (block,) = [
+        b for b in re.findall(r"^```py\w*\n(.*?)^```", text, flags=re.S | re.M) if "train_step" in b
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(block, "docs/torch.md", "exec"), names)
+    step = names["train_step"]
+    for _ in range(20):
+        assert step(torch.randn(8, 16).cuda(), torch.randn(8, 1).cuda()).isfinite()
+    assert step.statistics().replays >= 4, step.explain()
+    assert names["scheduler"].last_epoch == 20
+    step.close()
+
+
+@pytest.mark.parametrize(("example", "replayed"), [("torch_step", 4), ("train", 1)])
+def test_the_examples_run(example: str, replayed: int) -> None:
     result = subprocess.run(
-        [sys.executable, "examples/torch_step.py"],
+        [sys.executable, f"examples/{example}.py"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])},
         capture_output=True,
@@ -115,4 +133,4 @@ def test_the_example_runs() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("replayed") >= 4, result.stdout
+    assert result.stdout.count("replayed") >= replayed, result.stdout

@@ -306,6 +306,41 @@ def test_a_second_optimizer(make_chained: Make, where: str) -> None:
     trained(make_chained, where, writer)
 
 
+def test_a_closure(make_chained: Make, where: str) -> None:
+    def writer(t: Trained) -> Step:
+        def step(x: Any, y: Any) -> Any:
+            def closure() -> Any:
+                t.optimizer.zero_grad()
+                loss = _nn.functional.mse_loss(t.model(x), y)
+                loss.backward()
+                return loss
+
+            return t.optimizer.step(closure).detach()
+
+        return step
+
+    trained(make_chained, where, writer)
+
+
+def test_gradients_of_several_calls(make_chained: Make, where: str) -> None:
+    """The optimiser is outside of the step, which adds to the gradients of the calls before."""
+
+    def writer(t: Trained) -> Step:
+        def step(x: Any, y: Any) -> Any:
+            loss = _nn.functional.mse_loss(t.model(x), y)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    def between(t: Trained, call: int) -> None:
+        if call % 3 == 0:
+            t.optimizer.step()
+            t.optimizer.zero_grad()
+
+    trained(make_chained, where, writer, calls=30, between=between)
+
+
 def test_an_error_in_a_step_of_python(make_chained: Make, where: str) -> None:
     def between(t: Trained, call: int) -> None:
         def fail(*args: Any) -> None:
