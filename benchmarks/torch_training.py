@@ -36,6 +36,8 @@ class Work:
     model: Callable[[], Any]
     loss: Callable[..., Any]
     draw: Callable[[Any], tuple[Any, ...]]
+    alone: bool = True
+    """True if the model's only argument is the first one of `draw`."""
     waits: bool = False
     """True if the model waits for the GPU, so that no graph by hand can hold it."""
 
@@ -118,14 +120,22 @@ def _works(torch: Any) -> dict[str, Work]:
             lambda model, x, y: functional.cross_entropy(model(x), y),
             lambda g: (randn(g, 8, 3, 64, 64), numbers(g, 1000, 8)),
         ),
-        "llama 135M": Work(llama, tokens, lambda g: (numbers(g, 49152, 1, 64),)),
+        "llama 135M": Work(llama, tokens, lambda g: (numbers(g, 49152, 1, 64),), alone=False),
     }
 
 
-def trainer(torch: Any, work: Work, capturable: bool, *, compiles: bool = False) -> tuple[Any, Any]:
-    """Makes a model, always the same, and the step that trains it."""
+def trainer(
+    torch: Any,
+    work: Work,
+    capturable: bool,
+    *,
+    compiles: bool = False,
+    wrap: Callable[[Any], Any] | None = None,
+) -> tuple[Any, Any]:
+    """Makes a model, always the same, and the step that trains it; `wrap` makes what it calls."""
     torch.manual_seed(0)
     model = work.model().cuda().train()
+    called = model if wrap is None else wrap(model)
     if capturable:
         rate = torch.tensor(1e-3, device="cuda")
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True, fused=True)
@@ -135,7 +145,7 @@ def trainer(torch: Any, work: Work, capturable: bool, *, compiles: bool = False)
 
     def step(*args: Any) -> Any:
         optimizer.zero_grad()
-        loss = loss_of(model, *args)
+        loss = loss_of(called, *args)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -211,6 +221,18 @@ def measure(
         row |= {"parameters": compared, "first_ms": round(first, 1)}
         if capturable and not work.waits:
             ways["by hand"] = by_hand(torch, trainer(torch, work, True)[1], args)
+        if not capturable and work.alone and not work.waits:
+            # The forward and backward alone as graphs, in an eager step.
+            from ostinato.interop.torch import graphed
+
+            def made_graphed(model: Any) -> Any:
+                return torch.cuda.make_graphed_callables(model, (args[0].clone(),))
+
+            replayed: Callable[[Any], Any] = lambda model: graphed(model, gradients="replay")  # noqa: E731
+            ways["module"] = trainer(torch, work, False, wrap=replayed)[1]
+            ways["make_graphed"] = trainer(torch, work, False, wrap=made_graphed)[1]
+            for _ in range(12):
+                ways["module"](*args)
         if compiles:
             torch._dynamo.reset()
             began = time.perf_counter()
@@ -272,6 +294,8 @@ def main() -> int:
         "eager_us",
         "graphed_us",
         "by_hand_us",
+        "module_us",
+        "make_graphed_us",
         "compiled_us",
         "of_eager",
         "parameters",

@@ -276,6 +276,21 @@ class OnTape(OnCpu):
             result = mode.run(lambda: work(self.ours))
         return result, WaitsForDevice(mode.why) if mode.why else None
 
+    def _backward(self, *args: Any) -> Any:
+        made = super()._backward(*args)
+        run = made._executable
+
+        class Waiting:
+            """torch knows nothing of the host driver's streams."""
+
+            @staticmethod
+            def launch(stream: ost.Stream) -> None:
+                run.launch(stream)
+                stream.synchronize()
+
+        made._executable = cast(Any, Waiting)
+        return made
+
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)
         # The operations of a capture run here, and indices must be some.

@@ -87,6 +87,8 @@ _FULL = (
     "a capture had no memory ({}). Free some, or let the graphs hold less (budget=, buckets for "
     "sizes that change); call forget() to capture again"
 )
+_MOST_TWINS = 3
+"""The most further pairs of graphs that a key has for calls while backwards are pending."""
 _MOST_CHAINS = 8
 """The most chains of a key, each for other values that the host sees."""
 _STRANGE = 16
@@ -290,7 +292,10 @@ class Graphed(Guarded, Closeable):
             except Raised as raised:
                 failed = raised.error
             raise failed  # here: it has no other context than in an eager call
-        work = self._decided(line, given)
+        pending: tuple[Reason, str] | None = None
+        if line.differentiated:
+            line, pending = self._free(line, key)
+        work = self._decided(line, given, pending)
         decision, made = work.decision, work.made
         if decision is None:
             return EAGER
@@ -344,6 +349,23 @@ class Graphed(Guarded, Closeable):
             if not (captured.compared or given.sizes):
                 work.compare(captured)
         return work
+
+    def _free(self, line: Line, key: Hashable) -> tuple[Line, tuple[Reason, str] | None]:
+        """Returns the line of a key of which no replay waits for its backward; or a reason to run
+        the call eagerly."""
+        for each in (line, *line.twins):
+            captured = each.captured()
+            if captured is None or captured.backward is None or not captured.backward.pending:
+                return each, None
+        if len(line.twins) >= _MOST_TWINS:
+            return line, (Reason.OVERLAP, f"{_MOST_TWINS + 1} replays wait for their backward")
+        twin = Line(f"{self.name} #{next(_numbers)}", words=line.words)
+        twin.warmed, twin.tokens, twin.shapes = True, line.tokens, line.shapes
+        twin.written, twin.state = set(line.written), set(line.state)
+        twin.differentiated = True
+        self._lines[key, twin] = twin
+        line.twins.append(twin)
+        return twin, None
 
     # --- calls that wait for the device
     def _waiting(self, line: Line, waiting: Waiting, given: ReadCall, key: Hashable) -> Any:
@@ -611,7 +633,11 @@ class Graphed(Guarded, Closeable):
 
     def _giver(self, captured: Captured) -> Callable[..., Any]:
         """Returns the function for `Captured.give`."""
-        library, build, outputs = self._library, captured.tree.build, captured.outputs
+        library, outputs = self._library, captured.outputs
+        build: Callable[..., Any] = captured.tree.build
+        if captured.backward is not None:
+            plain, attach = build, captured.backward.attach
+            build = lambda made, given=(): plain(attach(made), given)  # noqa: E731
         # For each output the result has the copy that the graph made (None), or what a function
         # makes of the output.
         hows: list[Callable[[Any], Any] | None] = []
@@ -956,7 +982,9 @@ class _Work(Work):
         seeded, drawn = library.seeding(), subject.drawing()
         run = partial(door._function, *given.args, **given.kwargs)
         result = self.result = library.run_beside(run)
-        if library.wants_gradient(result):
+        if library.wants_gradient(result) and options.gradients == "replay":
+            line.differentiated = True
+        elif library.wants_gradient(result):
             why = door._give_up(
                 line,
                 "the call needs gradients, which a replay does not give; call it inside "
@@ -996,6 +1024,7 @@ class _Work(Work):
                 why = subject.at(why + "a replay runs no Python")
                 door._engine.broken = Reason.NOT_GRAPHABLE, why
             return
+        result = library.without_gradient(result)
         tree = maker.taken_apart(result, given)
         wrong = tree if isinstance(tree, str) else maker.lost(tree, given)
         if isinstance(tree, str) or wrong:
@@ -1123,7 +1152,7 @@ class _Work(Work):
             return False
         if captured.epoch == given.epoch and door._subject.pointers(given) == captured.pointers:
             return True
-        if captured.chain is not None:
+        if captured.chain is not None or captured.backward is not None:
             line.unbound = "memory that it uses has moved"
             return False
         line.unbound = door._maker.rebind(line, captured, given)
@@ -1155,6 +1184,8 @@ class _Work(Work):
         captured = self.captured = self.call.captured()
         assert captured is not None
         moves = captured.moves
+        if captured.backward is not None:
+            captured.backward.begin(given.leaves, door._lock, turns.take)
         if given.sizes:
             self._stage(captured, poisoned)
         elif moves is None:

@@ -42,6 +42,12 @@ RunChain: TypeAlias = Callable[
 ]
 
 
+CaptureBackward: TypeAlias = Callable[[Sequence[Any], Sequence[Any], Sequence[Any], object], Any]
+"""Called with the arrays of the result that the function returned, the inputs, the arrays that it
+uses besides, and what keeps the memory of the capture; returns a `ReplayedBackward`, or raises
+NotGraphable."""
+
+
 class Library(WatchingLibrary, Protocol):
     """The operations of a library (torch, CuPy) that `Graphed` needs.
 
@@ -143,6 +149,18 @@ class Library(WatchingLibrary, Protocol):
 
     def wants_gradient(self, result: Any, /) -> bool:
         return False
+
+    def without_gradient(self, result: Any, /) -> Any:
+        """Returns a result with arrays that need no gradient, over the same memory."""
+        return result
+
+    def differentiable(
+        self, function: Callable[..., Any]
+    ) -> tuple[Callable[..., Any], CaptureBackward] | None:
+        """Returns a function that does the same and returns results without gradients, and a
+        function that captures the backward of its last run; None for a library without
+        gradients."""
+        return None
 
     def version(self, array: Any, /) -> int | None:
         """Returns a number that changes when the array is written; None if writes are not counted,
@@ -337,8 +355,10 @@ class GraphedOptions:
     def __post_init__(self) -> None:
         if self.results not in ("clone", "static"):
             raise InputError(f'results={self.results!r}: "clone" or "static"')
-        if self.gradients not in ("refuse", "eager"):
-            raise InputError(f'gradients={self.gradients!r}: "refuse" or "eager"')
+        if self.gradients not in ("refuse", "eager", "replay"):
+            raise InputError(f'gradients={self.gradients!r}: "refuse", "eager" or "replay"')
+        if self.gradients == "replay" and (self.results != "clone" or self.padding is not None):
+            raise InputError('gradients="replay" needs results="clone", and no dynamic axes')
         whole = isinstance(self.verify, int) and not isinstance(self.verify, bool)
         if not (self.verify in ("off", "first") or (whole and int(self.verify) >= 1)):
             raise InputError(

@@ -584,6 +584,8 @@ def recheck(
     if any(index >= len(captured.marks) for index in captured.tree.given):
         return None  # objects among the arguments
     chain = captured.chain
+    if captured.backward is not None:
+        return None
     if chain is not None and (chain.saved or chain.draws):
         return None
     made = checked(subject, call, captured.attached, seen, note)

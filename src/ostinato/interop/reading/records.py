@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from ostinato import MemoryRange
+from ostinato import MemoryRange, Stream
 from ostinato.interop.reading.chains import Chain
 from ostinato.interop.reading.guards import Seen
 from ostinato.interop.reading.moves import Moves
@@ -56,6 +56,25 @@ class AttachedGradient:
         return getattr(self.array, self.name) is self.before
 
 
+class ReplayedBackward(Protocol):
+    """The backward of a captured call."""
+
+    @property
+    def pending(self) -> bool:
+        """True while a replay may still be followed by its backward, which needs the memory of the
+        call."""
+        ...
+
+    def begin(self, leaves: Sequence[Any], lock: Any, take: Callable[[], Stream], /) -> None:
+        """Notes the copied arguments of the call that is replayed next.  `take` returns, under the
+        lock, the caller's stream after the work of earlier calls."""
+        ...
+
+    def attach(self, results: Sequence[Any], /) -> list[Any]:
+        """Returns copies of the results of that replay as arrays with gradients."""
+        ...
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Captured:
     """The data of one graph besides its nodes; the graph owns it."""
@@ -99,6 +118,8 @@ class Captured:
     """The graphs before this one, if the call waits for the device."""
     marks: list[object] = field(default_factory=list)
     """Objects that stand for the values of `Chain.places` when results are taken apart."""
+    backward: ReplayedBackward | None = None
+    """The backward of the call, if its results have gradients."""
     compared: bool = False
     """True if the inputs were compared with the arguments after a replay."""
 
@@ -164,6 +185,10 @@ class Line(Call):
     refused: str = ""
     """The reason why its calls raise InputError: they need gradients.  Empty if they do not."""
     warmed: bool = False
+    differentiated: bool = False
+    """True if its results have gradients, and replays have a backward (`gradients="replay"`)."""
+    twins: list[Line] = field(default_factory=list)
+    """Lines of the same key with graphs of their own, for calls while backwards are pending."""
     captured: Callable[[], Captured | None] = lambda: None
     text: str = ""
     """The key's text for a graph file; "!" and a reason if it differs in other processes."""

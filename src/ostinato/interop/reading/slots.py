@@ -18,7 +18,7 @@ from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
 from ostinato.interop.reading.chains import Chain, ChainBuilder, Raised, output_noted
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
+from ostinato.interop.reading.library import CaptureBackward, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
@@ -149,8 +149,13 @@ class Maker:
         subject = self._subject
         library = subject.library
         prepared = self._prepare(call)
-        inputs = prepared.inputs
-        sources = None if call.sizes else self._extents(inputs, call.leaves)
+        inputs, function = prepared.inputs, subject.function
+        backward: CaptureBackward | None = None
+        if line.differentiated:
+            found = library.differentiable(function)
+            assert found is not None
+            function, backward = found
+        sources = None if call.sizes or backward else self._extents(inputs, call.leaves)
         compiled = self.mover
         mover = None if sources is None else compiled
         moved: tuple[int, ...] = ()
@@ -159,7 +164,7 @@ class Maker:
             nonlocal moved
             if mover is not None:
                 mover.begin(stream, sources or [])
-            result = self._run(prepared, call, kept)
+            result = self._run(prepared, call, kept, function)
             if mover is not None:
                 moved, places = self._moved(result, call, prepared.bound)
                 if moved:
@@ -176,6 +181,9 @@ class Maker:
                 "the capture is empty: nothing ran on the caller's current stream"
             )
         captured = self._captured(line, call, prepared, nodes, result)
+        if backward is not None:
+            captured.attached = ()  # the gradients of other steps
+            captured.backward = backward(captured.outputs, inputs, call.state, graph.owner)
         captured.owner = graph.owner, mover
         captured.moves = moves
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])
@@ -193,6 +201,7 @@ class Maker:
         prepared: _Prepared,
         call: ReadCall,
         kept: HostSnapshot,
+        function: Callable[..., Any],
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Any:
         """Runs the function on the inputs of a graph, in a block."""
@@ -200,7 +209,7 @@ class Maker:
         prepared.attached = self._subject.library.attached(call.state)
         try:
             with around():
-                return self._subject.function(*prepared.args, **prepared.kwargs)
+                return function(*prepared.args, **prepared.kwargs)
         finally:
             kept.end()
 
@@ -222,7 +231,10 @@ class Maker:
             assert library.chain is not None
             with output_noted(made.told):
                 made.result, made.why = library.chain(
-                    lambda stream: self._run(prepared, call, kept, builder.around), builder
+                    lambda stream: self._run(
+                        prepared, call, kept, subject.function, builder.around
+                    ),
+                    builder,
                 )
         except (NotGraphable, ContextPoisonedError):
             raise
@@ -359,14 +371,10 @@ class Maker:
         steps = [] if chain is None else chain.steps
         between = {id(array): value for step in steps for array, _, value in step.attached}
         values = [value for (_, _, one), (_, _, other) in attached for value in (one, other)]
-        words = _words(nodes)
+        words = words_of_nodes(nodes)
 
         def read(gradient: Any) -> bool:
-            if gradient is None:
-                return False
-            memory = library.storage(gradient)
-            first, last = np.searchsorted(words, [memory.address, memory.end])
-            return bool(first < last)
+            return gradient is not None and points_at(words, library.storage(gradient))
 
         # All of them, if any: a replay that sets some must also find the others as they were.
         if any(value is not None for value in (*values, *between.values())):
@@ -611,7 +619,7 @@ def _pointed_at(
     return [keeper for (_, keeper), used in zip(found, inside.tolist(), strict=True) if used]
 
 
-def _words(nodes: Iterable[Node]) -> npt.NDArray[np.uint64]:
+def words_of_nodes(nodes: Iterable[Node]) -> npt.NDArray[np.uint64]:
     """Returns all words in the nodes of a graph that may be addresses, sorted, each once."""
     packed, fields = [], []
     for node in every_node(nodes):
@@ -625,3 +633,9 @@ def _words(nodes: Iterable[Node]) -> npt.NDArray[np.uint64]:
         elif node.kind is NodeKind.BATCH_MEM_OP:
             fields += [operation.address for operation in node.batch_mem_op.operations]
     return np.unique(np.concatenate([*packed, np.array(fields, np.uint64)]))
+
+
+def points_at(words: npt.NDArray[np.uint64], memory: MemoryRange) -> bool:
+    """True if one of the words of a graph is an address in the memory."""
+    first, last = np.searchsorted(words, np.array([memory.address, memory.end], np.uint64))
+    return bool(first < last)

@@ -70,7 +70,8 @@ def graphed(
       results are cut back.  `padding`: the value of a parameter's padding, if the answer depends on
       it.  Without it no answer may depend on the padding, which a check tests.
     * `results`: "clone", or "static": tensors that the next call overwrites, without a copy.
-    * `gradients`: "refuse" raises InputError for a call that needs them, "eager" runs it eagerly.
+    * `gradients`: "refuse" raises InputError for a call that needs them, "eager" runs it eagerly,
+      "replay" gives it a backward that replays a graph of its own.
     * `verify`: "off", "first" (each graph once), or N for each Nth replay: the call runs eagerly
       too, and the answers are compared bit by bit, or within `tolerance` (relative, absolute).
     * `strict`: an unexpected eager run raises EagerRunError.
@@ -221,7 +222,7 @@ class _Forward(Current):
 
     def __init__(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__(forward)
-        self._module = module
+        self.module = self._module = module
         self._own: Any = None
         self._replayed: Any = None
         """The stand-in for `forward` that replays while module hooks run."""

@@ -1,0 +1,265 @@
+"""Gradients of graphed calls: those of eager calls, whatever is between a call and its backward."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch: Any = pytest.importorskip("torch")
+
+Make = Callable[..., Any]
+_nn: Any = torch.nn
+
+
+def network(where: str) -> Any:
+    torch.manual_seed(2)
+    return _nn.Sequential(
+        _nn.Linear(4, 8), _nn.LayerNorm(8), _nn.Tanh(), _nn.Linear(8, 3), _nn.Softmax(-1)
+    ).to(where)
+
+
+class Pair:
+    """A network with graphed calls, and the same with eager calls."""
+
+    def __init__(self, make: Make, where: str, **options: Any) -> None:
+        self.where = where
+        self.models = [network(where) for _ in range(2)]
+        self.step = make(self.models[0], gradients="replay", **options)
+        self.calls: tuple[Any, Any] = self.step, self.models[1]
+
+    def both(self, work: Callable[[Any, Any], Any]) -> list[Any]:
+        """Does the same with both; compares the results and all gradients."""
+        found = [work(call, model) for call, model in zip(self.calls, self.models, strict=True)]
+        self.compare(*found)
+        return found
+
+    def compare(self, one: Any, other: Any) -> None:
+        leaves = torch.utils._pytree.tree_leaves
+        for mine, theirs in zip(leaves(one), leaves(other), strict=True):
+            same = mine is theirs is None or torch.equal(mine, theirs)
+            assert same, self.step.explain()
+        for mine, theirs in zip(*[model.parameters() for model in self.models], strict=True):
+            assert (mine.grad is None) == (theirs.grad is None), self.step.explain()
+            if mine.grad is not None:
+                assert torch.equal(mine.grad, theirs.grad), self.step.explain()
+
+
+@pytest.fixture
+def pair(make_chained: Make, where: str) -> Pair:
+    return Pair(make_chained, where)
+
+
+def drawn(call: int, rows: int = 6, *, needs: bool = False, where: str = "cpu") -> Any:
+    draw = torch.Generator().manual_seed(call)
+    return torch.randn(rows, 4, generator=draw).to(where).requires_grad_(needs)
+
+
+def test_training_a_graphed_module(pair: Pair) -> None:
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in pair.models]
+    for call in range(12):
+        x = drawn(call, where=pair.where)
+
+        def work(forward: Any, model: Any, x: Any = x) -> Any:
+            optimizer = optimizers[pair.models.index(model)]
+            optimizer.zero_grad()
+            loss = forward(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        pair.both(work)
+    assert pair.step.statistics().replays >= 8, pair.step.explain()
+
+
+def test_several_calls_before_a_backward(pair: Pair) -> None:
+    for call in range(8):
+
+        def work(forward: Any, model: Any, call: int = call) -> Any:
+            model.zero_grad()
+            found = [forward(drawn(10 * call + n, where=pair.where)) for n in range(3)]
+            loss = sum(one.square().sum() * n for n, one in enumerate(found))
+            loss.backward()
+            return found
+
+        pair.both(work)
+    assert pair.step.statistics().replays >= 10, pair.step.explain()
+
+
+def test_arguments_with_gradients_and_frozen_layers(pair: Pair) -> None:
+    for model in pair.models:
+        model[0].requires_grad_(False)
+    for call in range(8):
+        xs = [drawn(call, needs=True, where=pair.where) for _ in range(2)]
+
+        def work(forward: Any, model: Any, xs: Any = xs) -> Any:
+            x = xs[pair.models.index(model)]
+            gradient = torch.autograd.grad(forward(x)[:, 0].sum(), x)
+            forward(x)[:, 1].sum().backward()
+            return gradient, x.grad
+
+        pair.both(work)
+    assert pair.step.statistics().replays >= 10, pair.step.explain()
+
+
+def test_gradients_are_added_and_kept(pair: Pair) -> None:
+    kept: list[list[Any]] = [[], []]
+    for call in range(8):
+
+        def work(forward: Any, model: Any, call: int = call) -> Any:
+            side = pair.models.index(model)
+            if call % 4 == 0:
+                kept[side] += [p.grad for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+            forward(drawn(call, where=pair.where)).square().sum().backward()
+            return [one.clone() for one in kept[side]]
+
+        pair.both(work)
+
+
+def test_results_that_are_dropped_free_their_graph(pair: Pair) -> None:
+    for call in range(12):
+        pair.both(lambda forward, model, call=call: forward(drawn(call, where=pair.where)).detach())
+    gc.collect()
+    assert pair.step.statistics().captures <= 3, pair.step.explain()
+    assert pair.step.statistics().replays >= 8, pair.step.explain()
+
+
+def test_a_second_backward(pair: Pair) -> None:
+    for call in range(6):
+
+        def work(forward: Any, model: Any, call: int = call) -> Any:
+            model.zero_grad()
+            loss = forward(drawn(call, where=pair.where)).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return loss.detach()
+
+        pair.both(work)
+    x = drawn(1, where=pair.where)
+    pair.models[0].zero_grad()
+    loss = pair.step(x).square().sum()
+    loss.backward(retain_graph=True)
+    pair.models[0].zero_grad()
+    pair.step(x)
+    with pytest.raises(RuntimeError, match="second backward"):
+        loss.backward()
+
+
+def test_a_weight_that_changes_before_the_backward_is_an_error(pair: Pair) -> None:
+    x = drawn(0, where=pair.where)
+    for _ in range(4):
+        pair.step(x).sum().backward()
+    loss = pair.step(x).square().sum()
+    with torch.no_grad():
+        pair.models[0][3].weight.mul_(2)
+    if pair.where == "cuda":  # a tape has no addresses
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
+
+
+def test_a_second_derivative_is_refused_by_name(pair: Pair) -> None:
+    for _ in range(4):
+        x = drawn(0, needs=True, where=pair.where)
+        found = pair.step(x).square().sum()
+        if pair.step.statistics().replays:
+            (gradient,) = torch.autograd.grad(found, x, create_graph=True)
+            with pytest.raises(RuntimeError, match="once_differentiable"):
+                gradient.sum().backward()
+            return
+    raise AssertionError(pair.step.explain())
+
+
+def test_hooks_of_weights_and_modes(pair: Pair) -> None:
+    seen: list[list[float]] = [[], []]
+    for side, model in enumerate(pair.models):
+        model[0].weight.register_hook(lambda g, side=side: seen[side].append(float(g.sum())))
+    for call in range(10):
+
+        def work(forward: Any, model: Any, call: int = call) -> Any:
+            model.zero_grad()
+            model.train(call % 4 < 2)
+            with torch.set_grad_enabled(call % 5 != 4):
+                found = forward(drawn(call, where=pair.where))
+            if found.requires_grad:
+                found.square().sum().backward()
+            return found.detach()
+
+        pair.both(work)
+    assert seen[0] == seen[1] and len(seen[0]) == 8
+
+
+def test_weights_that_are_loaded_or_move(pair: Pair) -> None:
+    states = [copy.deepcopy(pair.models[0].state_dict())]
+    for call in range(16):
+
+        def work(forward: Any, model: Any, call: int = call) -> Any:
+            if call == 6:
+                model.load_state_dict(states[0])
+            if call == 10:
+                model[3].weight.data = model[3].weight.data.clone() * 0.5
+            forward(drawn(call, where=pair.where)).square().sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=0.01)
+            model.zero_grad(set_to_none=call % 3 == 0)
+
+        pair.both(work)
+
+
+def test_a_function_with_several_results(make_chained: Make, where: str) -> None:
+    weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)).to(where)
+    weights = [weight.clone().requires_grad_() for _ in range(2)]
+
+    def of(w: Any) -> Any:
+        def function(x: Any) -> Any:
+            y = x @ w
+            return {"y": y, "half": y[:2], "count": x.sum(), "same": y}
+
+        return function
+
+    step, eager = make_chained(of(weights[0]), gradients="replay"), of(weights[1])
+    for call in range(8):
+        x = drawn(call, where=where)
+        for side, function in enumerate((step, eager)):
+            found = function(x)
+            assert not found["count"].requires_grad
+            (found["y"].sum() + found["half"].square().sum() + found["same"][0].sum()).backward()
+            if side:
+                assert torch.equal(weights[0].grad, weights[1].grad), call
+    assert step.statistics().replays >= 5, step.explain()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_orders_of_calls_and_backwards(seed: int, make_chained: Make, where: str) -> None:
+    draw = random.Random(seed)
+    pair = Pair(make_chained, where)
+    open_: list[list[Any]] = []
+    for _ in range(40):
+        what = draw.choice(["call", "call", "backward", "drop", "zero", "step", "other"])
+        if what == "call":
+            number, rows = draw.randrange(99), draw.choice([6, 6, 6, 5])
+            x = drawn(number, rows, where=where)
+            open_.append(pair.both(lambda forward, model, x=x: forward(x).square()))
+        elif what == "backward" and open_:
+            found = open_.pop(draw.randrange(len(open_)))
+            for one in found:
+                one.sum().backward()
+            pair.compare(None, None)
+        elif what == "drop" and open_:
+            open_.pop(draw.randrange(len(open_)))
+        elif what == "zero":
+            pair.both(lambda forward, model: model.zero_grad())
+        elif what == "step":
+            open_.clear()  # else eager backwards raise too
+            with torch.no_grad():
+                for model in pair.models:
+                    for p in model.parameters():
+                        p.mul_(0.99)
+        else:
+            with torch.no_grad():
+                pair.both(lambda forward, model: forward(drawn(7, where=where)))
