@@ -764,6 +764,13 @@ class GraphExec(Launcher, Closeable):
             except DriverError as error:
                 raise refused(found, error) from error
 
+    def switched_off(self) -> tuple[Node, ...]:
+        """Returns the graph's own nodes that are switched off."""
+        return tuple(n for n in self.nodes() if self._toggled and not self._is_on(n))
+
+    def _is_on(self, node: Node) -> bool:
+        return node.kind not in (NodeKind.KERNEL, NodeKind.MEMCPY) or self.enabled(node)
+
     def enabled(self, node: Node | int) -> bool:
         """Returns whether a node is switched on."""
         with self._lock:

@@ -1,0 +1,403 @@
+"""Divergences planted in one of two graphs of the same work: the node that is named, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.errors import CaptureError, GraphError, InputError
+from ostinato.explain import DifferenceCause, first_difference
+from tests.sources import config, kernel
+
+N = 300
+SHAPES = ["chain", "fork", "child"]
+
+
+@pytest.fixture
+def stream(device: Device) -> ost.Stream:
+    return device.create_stream()
+
+
+@dataclass(frozen=True)
+class Launch:
+    name: str
+    args: tuple[object, ...]
+    config: ost.LaunchConfig = field(default_factory=lambda: config(N))
+
+
+class Work:
+    """out = 2 (value) + 3, acc += factor out: two branches that meet, and a state."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        rng = np.random.default_rng(5)
+
+        def noise(name: str) -> ost.Buffer:
+            return device.array(rng.uniform(1, 2, N).astype(np.float32), name=name)
+
+        self.x, self.y, self.out, self.acc = map(noise, ("x", "y", "out", "acc"))
+        self.other, self.factor = noise("other"), device.array(np.float32([1.5]), name="factor")
+
+    @property
+    def buffers(self) -> list[ost.Buffer]:
+        return [self.x, self.y, self.out, self.acc, self.other, self.factor]
+
+    def launches(self) -> list[Launch]:
+        return [
+            Launch("fill", (self.x, 1.25, N)),
+            Launch("scale", (self.x, N)),
+            Launch("fill", (self.y, 3.0, N)),
+            Launch("add", (self.x, self.y, self.out, N)),
+            Launch("axpy", (self.out, self.factor, self.acc, N)),
+        ]
+
+    def graph(
+        self, shape: str, launches: list[Launch | None] | None = None, cut: tuple[int, int] = (0, 0)
+    ) -> ost.Graph:
+        """`cut`: an edge of a fork that is left out."""
+        edges = {1: [0], 2: [], 3: [1, 2], 4: [3]}
+        if shape != "fork":
+            edges = {n: [n - 1] for n in range(1, 5)}
+        graph = outer = ost.Graph.create(self.device)
+        nodes: dict[int, ost.Node] = {}
+        given = launches or self.launches()
+        for at, one in enumerate(given[:-1]):
+            before = [n for n in edges.get(at, []) if (n, at) != cut]
+            if shape == "chain":  # a launch that is left out leaves a shorter chain
+                before = [max(nodes)] if nodes else []
+            if one is not None:
+                after = [nodes[n] for n in before if n in nodes]
+                code = kernel(self.device, one.name)
+                nodes[at] = graph.add_kernel(code, one.config, *one.args, after=after)
+        last = [n for at, n in nodes.items() if at == max(nodes)]
+        if shape == "child":
+            outer = ost.Graph.create(self.device)
+            last = [outer.add_child(graph)]
+        if cut == (3, 4):
+            last = []
+        if given[-1] is not None:
+            one = given[-1]
+            outer.add_kernel(kernel(self.device, one.name), one.config, *one.args, after=last)
+        return outer
+
+    def path(self, shape: str, at: int) -> str:
+        if shape != "child":
+            return str(at)
+        return "1" if at == 4 else f"0.child.{at}"
+
+
+Plant = Callable[[Work, list[Launch]], tuple[int, Launch | None]]
+
+
+PLANTS: dict[str, tuple[Plant, int, DifferenceCause, str]] = {
+    "other kernel": (
+        lambda w, of: (1, replace(of[1], name="halve")),
+        1,
+        DifferenceCause.OTHER_KERNEL,
+        "scale in a, halve in b",
+    ),
+    "changed constant": (
+        lambda w, of: (2, replace(of[2], args=(w.y, 3.5, N))),
+        2,
+        DifferenceCause.OTHER_ARGUMENT,
+        "argument 1 (value) is 3 in a and 3.5 in b",
+    ),
+    "other length": (
+        lambda w, of: (1, replace(of[1], args=(w.x, N - 1))),
+        1,
+        DifferenceCause.OTHER_ARGUMENT,
+        "argument 1 (n) is 300 in a and 299 in b",
+    ),
+    "other argument": (
+        lambda w, of: (3, replace(of[3], args=(w.x, w.x, w.out, N))),
+        3,
+        DifferenceCause.OTHER_ARGUMENT,
+        "argument 1 (b) is [y] in a and [x] in b",
+    ),
+    "stale input": (
+        lambda w, of: (3, replace(of[3], args=(w.x, w.other, w.out, N))),
+        3,
+        DifferenceCause.STALE_POINTER,
+        "argument 1 (b) is [y] in a and [other] in b",
+    ),
+    "stale output": (
+        lambda w, of: (3, replace(of[3], args=(w.x, w.y, w.other, N))),
+        3,
+        DifferenceCause.STALE_POINTER,
+        "argument 2 (out) is [out] in a and [other] in b",
+    ),
+    "other grid": (
+        lambda w, of: (1, replace(of[1], config=ost.LaunchConfig(1, 128))),
+        1,
+        DifferenceCause.OTHER_CONFIG,
+        "grid (3, 1, 1) in a, (1, 1, 1) in b",
+    ),
+    "missing node": (lambda w, of: (2, None), 2, DifferenceCause.MISSING_NODE, "only a has it"),
+    "missing state": (lambda w, of: (4, None), 4, DifferenceCause.MISSING_NODE, "only a has it"),
+}
+
+
+def adopted(device: Device, graph: ost.Graph) -> ost.Graph:
+    """The graph as if another library had made it: without signatures, lines and owners."""
+    return ost.Graph.adopt(device, graph.handle, owner=graph)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["ours", "adopted"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_node_of_a_planted_difference_is_named(
+    device: Device, stream: ost.Stream, shape: str, name: str, known: bool
+) -> None:
+    plant, at, cause, why = PLANTS[name]
+    work = Work(device)
+    launches: list[Launch | None] = [*work.launches()]
+    where, launch = plant(work, work.launches())
+    launches[where] = launch
+    graphs = [work.graph(shape), work.graph(shape, launches)]
+    if not known:
+        graphs = [adopted(device, graph) for graph in graphs]
+    before = [b.to_numpy(stream) for b in work.buffers]
+    found = first_difference(stream, *graphs)
+    assert found is not None
+    assert found.cause is cause
+    assert found.why == why or not known
+    assert found.a is not None and found.a.path == work.path(shape, at)
+    assert found.values is not None and found.values[0] != found.values[1]
+    assert {type(value) for value in found.values} == {np.float32}
+    assert work.launches()[at].name in str(found)
+    for buffer, content in zip(work.buffers, before, strict=True):
+        np.testing.assert_array_equal(buffer.to_numpy(stream), content)
+
+
+def test_the_element_and_both_values_are_told(device: Device, stream: ost.Stream) -> None:
+    grid = device.array(np.arange(12, dtype=np.float32).reshape(3, 4), name="grid")
+    graphs = []
+    for n in (9, 6):
+        graph = ost.Graph.create(device)
+        graph.add_kernel(kernel(device, "scale"), config(n), grid, n)
+        graphs.append(graph)
+    found = first_difference(stream, *graphs, names=("long", "short"))
+    assert found is not None
+    assert (found.argument, found.index, found.values) == ("argument 0 (x)", (1, 2), (12, 6))
+    assert found.line() == "node 0 (scale), argument 0 (x) at [1, 2]: 12.0 long, 6.0 short"
+    assert "cause: another argument: argument 1 (n) is 9 in long and 6 in short" in str(found)
+    assert "grid 1, block 128; x=[grid], n=9; test_first_difference.py:" in str(found)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equal_graphs_differ_in_no_node(device: Device, stream: ost.Stream, shape: str) -> None:
+    work = Work(device)
+    with work.graph(shape) as one, work.graph(shape) as two, two.instantiate() as run:
+        assert first_difference(stream, one, two) is None
+        assert first_difference(stream, one, run) is None
+        assert first_difference(stream, one, adopted(device, two)) is None
+
+
+def test_nodes_in_another_order_are_no_difference(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+    fork = work.graph("fork")
+    other = ost.Graph.create(device)
+    order, nodes = [2, 0, 1, 3, 4], {}
+    for at in order:
+        one = work.launches()[at]
+        after = [nodes[n] for n in {1: [0], 3: [1, 2], 4: [3]}.get(at, [])]
+        code = kernel(device, one.name)
+        nodes[at] = other.add_kernel(code, one.config, *one.args, after=after)
+    assert first_difference(stream, fork, other) is None
+    # With another constant in the branch that now comes first, its node is still the one.
+    work.graph("fork")
+    launches: list[Launch | None] = [*work.launches()]
+    launches[2] = Launch("fill", (work.y, 4.0, N))
+    found = first_difference(stream, work.graph("fork", launches), other)
+    assert found is not None
+    assert found.a is not None and found.b is not None
+    assert (found.a.path, found.b.path) == ("2", "0")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["ours", "adopted"])
+@pytest.mark.parametrize("cut", [(0, 1), (1, 3), (2, 3), (3, 4)], ids=str)
+def test_a_missing_edge_is_found_by_another_order(
+    device: Device, stream: ost.Stream, cut: tuple[int, int], known: bool
+) -> None:
+    work = Work(device)
+    graphs = [work.graph("fork"), work.graph("fork", cut=cut)]
+    if not known:
+        graphs = [adopted(device, graph) for graph in graphs]
+    # Memory as an earlier replay left it: the answers are there already.
+    with work.graph("fork").instantiate() as run:
+        run.launch(stream)
+    for pair, name in ((graphs, "b"), (graphs[::-1], "a")):
+        found = first_difference(stream, *pair)
+        assert found is not None
+        assert found.cause is DifferenceCause.MISSING_EDGE
+        names = [one.name for one in work.launches()]
+        one, two = (f"node {n} ({names[n]})" for n in cut)
+        assert found.why == f"nothing orders {one} and {two} in {name}"
+
+
+def test_a_function_is_the_order_of_its_launches(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+
+    def eagerly() -> None:
+        for one in work.launches():
+            ost.launch(stream, kernel(device, one.name), one.config, *one.args)
+
+    assert first_difference(stream, eagerly, work.graph("fork")) is None
+    found = first_difference(stream, eagerly, work.graph("fork", cut=(2, 3)))
+    assert found is not None and found.cause is DifferenceCause.MISSING_EDGE
+
+
+def test_runs_with_memory_of_their_own_are_compared_place_by_place(
+    device: Device, stream: ost.Stream
+) -> None:
+    one, two = Work(device), Work(device)
+    assert first_difference(stream, one.graph("fork"), two.graph("fork")) is None
+    launches: list[Launch | None] = [*two.launches()]
+    launches[3] = Launch("add", (two.y, two.y, two.out, N))
+    found = first_difference(stream, one.graph("fork"), two.graph("fork", launches))
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.OTHER_ARGUMENT, "3")
+    assert found.why == "argument 0 (a) is [x] in a and [y] in b"
+
+
+@pytest.mark.parametrize("name", ["acc", "factor"])
+def test_memory_that_is_read_before_it_is_written(
+    device: Device, stream: ost.Stream, name: str
+) -> None:
+    one, two = Work(device), Work(device)
+    buffer = getattr(two, name)
+    buffer.set(np.full(buffer.shape, 7, np.float32), stream)
+    found = first_difference(stream, one.graph("chain"), two.graph("chain"))
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.READ_BEFORE_WRITTEN, "4")
+    place = {"acc": "argument 2 (y)", "factor": "argument 1 (factor)"}[name]
+    assert found.why == f"when the node began, the memory of {place} held other bytes"
+
+
+def test_a_forgotten_rebind_is_a_stale_pointer(device: Device, stream: ost.Stream) -> None:
+    work, fresh = Work(device), Work(device)
+    with work.graph("chain").instantiate() as run, work.graph("chain").instantiate() as wrong:
+        run.rebind({work.x: fresh.x})
+        for node in (0, 1):  # and not node 3
+            wrong.set(node, "out" if node == 0 else "x", fresh.x)
+        found = first_difference(stream, run, wrong)
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["ours", "adopted"])
+def test_a_node_that_points_at_freed_memory_is_not_run(
+    device: Device, stream: ost.Stream, known: bool
+) -> None:
+    work = Work(device)
+    launches: list[Launch | None] = [*work.launches()]
+    launches[3] = Launch("add", (work.x, work.other, work.out, N))
+    graphs = [work.graph("fork"), work.graph("fork", launches)]
+    if not known:
+        graphs = [adopted(device, graph) for graph in graphs]
+    work.other.close()
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
+    assert "argument 1 of b is 0x" in found.why and "was not run" in found.why
+    device.context.synchronize()  # no fault
+
+
+def test_a_node_that_is_switched_off(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+    with work.graph("fork") as graph, graph.instantiate() as run:
+        run.set(1, enabled=False)
+        found = first_difference(stream, graph, run)
+        assert found is not None and found.b is not None
+        assert (found.b.path, found.why) == ("1", "it is switched off in b")
+
+
+def test_an_earlier_difference_counts_more_than_a_stale_pointer(
+    device: Device, stream: ost.Stream
+) -> None:
+    work = Work(device)
+    launches: list[Launch | None] = [*work.launches()]
+    launches[1] = Launch("halve", (work.x, N))
+    launches[3] = Launch("add", (work.x, work.other, work.out, N))
+    wrong = work.graph("chain", launches)
+    work.other.close()
+    found = first_difference(stream, work.graph("chain"), wrong)
+    assert found is not None and found.cause is DifferenceCause.OTHER_KERNEL
+
+
+def test_copies_and_fills_are_compared(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+
+    def graph(value: float, src: ost.Buffer) -> ost.Graph:
+        made = ost.Graph.create(device)
+        first = made.add_fill(work.x, value)
+        made.add_copy(work.out, src, after=[first])
+        return made
+
+    right = graph(1, work.x)
+    for wrong, path, why in (
+        (graph(2, work.x), "0", "value is "),
+        (graph(1, work.y), "1", "src is "),
+    ):
+        found = first_difference(stream, right, wrong)
+        assert found is not None and found.b is not None
+        assert found.b.path == path and found.why.startswith(why)
+        assert found.argument == "dst"
+
+
+def test_what_cannot_be_compared_is_refused(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+    graph = work.graph("chain")
+    with pytest.raises(InputError, match=r"limit"):
+        first_difference(stream, graph, graph, limit=100)
+    with pytest.raises(InputError, match="a function"):
+        first_difference(stream, graph, 3)  # type: ignore[arg-type]
+    with ost.capture(stream) as capture:
+        ost.launch(stream, kernel(device, "fill"), config(N), work.x, 1.0, N)
+        with pytest.raises(CaptureError):
+            first_difference(stream, graph, graph)
+    assert capture.graph.count() == 1
+    alloc = ost.Graph.create(device)
+    alloc.add_alloc(4096)
+    with pytest.raises(GraphError, match=r"node 0 \(mem_alloc\)"):
+        first_difference(stream, graph, alloc)
+
+
+def test_a_node_that_does_not_repeat_its_answer(host_device: Device) -> None:
+    runs = iter(range(100))
+
+    @ost.host_kernel("out: *out f32")
+    def count(launch: object, out: np.ndarray) -> None:
+        out[0] = next(runs)
+
+    stream, x = host_device.create_stream(), host_device.zeros(4, np.float32)
+    graph = ost.Graph.create(host_device)
+    graph.add_kernel(host_device.kernel(count), ost.LaunchConfig(1, 1), x)
+    found = first_difference(stream, graph, graph.clone())
+    assert found is not None and found.cause is DifferenceCause.UNREPEATABLE
+
+
+def test_memory_behind_an_address_in_memory_is_unknown(host_device: Device) -> None:
+    @ost.host_kernel("table: *const u64, out: *out f32")
+    def gather(launch: ost.lowlevel.HostLaunch, table: np.ndarray, out: np.ndarray) -> None:
+        out[0] = launch.memory(int(table[0]), 4).view(np.float32)[0]
+
+    device, stream = host_device, host_device.create_stream()
+    code = device.kernel(gather)
+    values, table = device.array([1.0, 2.0], "f4"), device.zeros(1, np.uint64)
+    out, graphs = device.zeros(2, np.float32), []
+    for at in range(2):
+        table = device.array([values[at].address], "uint64")
+        graph = ost.Graph.create(device)
+        graph.add_kernel(code, ost.LaunchConfig(1, 1), table, out)
+        graph.add_kernel(kernel(device, "scale"), config(1), out, 1)
+        graphs.append(graph)
+    found = first_difference(stream, *graphs)
+    # Each has its own table, so the address there is content that nothing wrote.
+    assert found is not None and found.a is not None and found.a.path == "0"
+    assert found.values == (1, 2)
