@@ -272,9 +272,12 @@ def test_memory_that_is_read_before_it_is_written(
     one, two = Work(device), Work(device)
     buffer = getattr(two, name)
     buffer.set(np.full(buffer.shape, 7, np.float32), stream)
+    before = [b.to_numpy(stream) for w in (one, two) for b in w.buffers]
     found = first_difference(stream, one.graph("chain"), two.graph("chain"))
     assert found is not None and found.b is not None
     assert (found.cause, found.b.path) == (DifferenceCause.READ_BEFORE_WRITTEN, "4")
+    after = [b.to_numpy(stream) for w in (one, two) for b in w.buffers]
+    np.testing.assert_equal(after, before)  # also what is only read
     place = {"acc": "argument 2 (y)", "factor": "argument 1 (factor)"}[name]
     assert found.why == f"when the node began, the memory of {place} held other bytes"
 

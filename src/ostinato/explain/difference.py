@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -48,7 +49,7 @@ from ostinato.memory.buffer import allocate
 from ostinato.memory.ranges import KnownRanges, merged
 from ostinato.memory.restoring import put_back
 
-Run: TypeAlias = Graph | GraphExec | Callable[[], object]
+_Run: TypeAlias = Graph | GraphExec | Callable[[], object]
 """A run: a graph, an executable with the changes made to it, or a function whose work is captured,
 in the order in which it is submitted."""
 
@@ -152,8 +153,8 @@ def _text(value: Any) -> str:
 
 def first_difference(
     stream: Stream,
-    a: Run,
-    b: Run,
+    a: _Run,
+    b: _Run,
     *,
     limit: int | str | None = None,
     names: tuple[str, str] = ("a", "b"),
@@ -650,11 +651,16 @@ class _Comparison:
             self._begin(ways[0])
             given = self._read(one.range.address, nbytes)
             self._begin(ways[1])
-            if np.array_equal(given, self._read(two.range.address, nbytes)):
+            own, to = self._read(two.range.address, nbytes), two.range.address
+            if np.array_equal(given, own):
                 continue
-            self._driver.memcpy_from_host(two.range.address, given.data, self._stream.handle)
-            self._run(1, ways[1].nodes)
-            seen = self._read(found.piece.addresses[1] + found.at, 1)
+            write = partial(self._driver.memcpy_from_host, to, stream=self._stream.handle)
+            try:
+                write(given.data)
+                self._run(1, ways[1].nodes)
+                seen = self._read(found.piece.addresses[1] + found.at, 1)
+            finally:
+                write(own.data)  # it may be read only, and so not be saved
             if seen[0] == found.contents[0][found.at]:
                 place = _place(two, self._node(1, k))
                 why = f"when the node began, the memory of {place} held other bytes"
