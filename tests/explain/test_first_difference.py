@@ -18,11 +18,6 @@ N = 300
 SHAPES = ["chain", "fork", "child"]
 
 
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
 @dataclass(frozen=True)
 class Launch:
     name: str

@@ -9,11 +9,14 @@ from ostinato.explain.difference import (
 )
 from ostinato.explain.races import unordered
 from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
+from ostinato.graph.timing import NodeTime, NodeTimes
 
 __all__ = [
     "DifferenceCause",
     "DifferentNode",
     "FirstDifference",
+    "NodeTime",
+    "NodeTimes",
     "Percentiles",
     "ReplayEvent",
     "ReplayProfile",

@@ -36,7 +36,6 @@ from ostinato.driver.signature import BYTES, Signature, numpys_dtype
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import CaptureError, DriverError, InputError
 from ostinato.graph import Graph, GraphExec, Node, Touch, capture_function, every_node, launch
-from ostinato.graph.flat import flat_nodes
 from ostinato.graph.node import decode_arguments
 from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import as_given
@@ -207,7 +206,7 @@ class _Side:
     """One run: its nodes in an order that its edges allow, and the memory that each can reach."""
 
     def __init__(self, run: Graph | GraphExec, find: KnownRanges) -> None:
-        self.nodes = flat_nodes(run)
+        self.nodes = run.flat_nodes()
         if isinstance(run, GraphExec):
             touches: Sequence[Touch] = run.manifest()
         else:

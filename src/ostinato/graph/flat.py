@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
+    Driver,
     EmptyNodeParams,
     EventRecordNodeParams,
     EventWaitNodeParams,
@@ -22,8 +23,6 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.errors import GraphError
-from ostinato.graph.executable import GraphExec
-from ostinato.graph.graph import Graph
 from ostinato.graph.node import Node
 
 _APART = {
@@ -66,38 +65,38 @@ class FlatNode:
         return params
 
 
-def flat_nodes(run: Graph | GraphExec) -> tuple[FlatNode, ...]:
-    """Returns the nodes of a graph, or of an executable as its next launch has them, each after
-    those that it waits for, else in the driver's order.
+def flat_nodes(
+    driver: Driver,
+    graph: GraphHandle,
+    nodes: Sequence[Node],
+    off: Container[NodeHandle] = (),
+) -> tuple[FlatNode, ...]:
+    """Returns the nodes of a graph, each after those that it waits for, else in the driver's order.
+    `off`: nodes that are switched off.
 
     Raises GraphError for a node that no other graph can hold: a conditional node, alloc and free
     nodes, semaphores, copies of CUDA arrays.
     """
-    graph = run.graph if isinstance(run, GraphExec) else run
-    off: frozenset[NodeHandle] = frozenset()
-    if isinstance(run, GraphExec):
-        off = frozenset(node.handle for node in run.switched_off())
     found: list[FlatNode] = []
-    _add(graph, graph.handle, run.nodes(), "", (), off, found)
+    _add(driver, graph, nodes, "", (), off, found)
     return tuple(found)
 
 
 def _add(
-    graph: Graph,
-    handle: GraphHandle,
+    driver: Driver,
+    graph: GraphHandle,
     nodes: Sequence[Node],
     prefix: str,
     outer: tuple[int, ...],
-    off: frozenset[NodeHandle],
+    off: Container[NodeHandle],
     found: list[FlatNode],
 ) -> None:
     """Appends the nodes of one graph, whose first ones wait for `outer`."""
-    driver = graph.context.driver
     # By index: an executable that was updated has its first handles, and the new graph's children.
-    index = {node: at for at, node in enumerate(driver.graph_nodes(handle))}
+    index = {node: at for at, node in enumerate(driver.graph_nodes(graph))}
     sources: list[set[int]] = [set() for _ in nodes]
     targets: list[set[int]] = [set() for _ in nodes]
-    for edge in driver.graph_edges(handle):
+    for edge in driver.graph_edges(graph):
         sources[index[edge.target]].add(index[edge.source])
         targets[index[edge.source]].add(index[edge.target])
     ready = [at for at, before in enumerate(sources) if not before]
@@ -111,7 +110,7 @@ def _add(
         if isinstance(node.params, ChildGraphNodeParams):
             begin = len(found)
             inside = node.params.graph, node.children[0], f"{path}.child."
-            _add(graph, *inside, after, frozenset(), found)
+            _add(driver, *inside, after, (), found)
             waited = {before for one in found[begin:] for before in one.after}
             after = tuple(n for n in range(begin, len(found)) if n not in waited) or after
         place[at] = len(found)
