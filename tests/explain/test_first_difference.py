@@ -193,25 +193,94 @@ def test_equal_graphs_differ_in_no_node(device: Device, stream: ost.Stream, shap
         assert first_difference(stream, one, adopted(device, two)) is None
 
 
-def test_nodes_in_another_order_are_no_difference(device: Device, stream: ost.Stream) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
+@pytest.mark.parametrize("order", [(2, 0, 1, 3, 4), (0, 2, 1, 3, 4)], ids=str)
+def test_nodes_in_another_order_are_no_difference(
+    device: Device, stream: ost.Stream, order: tuple[int, ...], own: bool
+) -> None:
     work = Work(device)
-    fork = work.graph("fork")
-    other = ost.Graph.create(device)
-    order, nodes = [2, 0, 1, 3, 4], {}
-    for at in order:
-        one = work.launches()[at]
-        after = [nodes[n] for n in {1: [0], 3: [1, 2], 4: [3]}.get(at, [])]
-        code = kernel(device, one.name)
-        nodes[at] = other.add_kernel(code, one.config, *one.args, after=after)
-    assert first_difference(stream, fork, other) is None
-    # With another constant in the branch that now comes first, its node is still the one.
-    work.graph("fork")
-    launches: list[Launch | None] = [*work.launches()]
-    launches[2] = Launch("fill", (work.y, 4.0, N))
-    found = first_difference(stream, work.graph("fork", launches), other)
+    other = Work(device) if own else work
+
+    def ordered(launches: list[Launch]) -> ost.Graph:
+        made, nodes = ost.Graph.create(device), {}
+        for at in order:
+            one = launches[at]
+            after = [nodes[n] for n in {1: [0], 3: [1, 2], 4: [3]}.get(at, [])]
+            code = kernel(device, one.name)
+            nodes[at] = made.add_kernel(code, one.config, *one.args, after=after)
+        return made
+
+    assert first_difference(stream, work.graph("fork"), ordered(other.launches())) is None
+    launches = other.launches()
+    launches[2] = Launch("fill", (other.y, 4.0, N))  # alike to none: still the one that is left
+    found = first_difference(stream, work.graph("fork"), ordered(launches))
     assert found is not None
     assert found.a is not None and found.b is not None
-    assert (found.a.path, found.b.path) == ("2", "0")
+    assert (found.a.path, found.b.path) == ("2", str(order.index(2)))
+    found = first_difference(stream, ordered(launches), work.graph("fork"))
+    assert found is not None
+    assert found.a is not None and found.b is not None
+    assert (found.a.path, found.b.path) == (str(order.index(2)), "2")
+
+
+def test_nodes_of_one_name_are_paired_as_their_edges_allow(
+    device: Device, stream: ost.Stream
+) -> None:
+    """x doubles after it was filled; y is filled, doubled too, in the first graph before x."""
+    graphs = []
+    for order in ("xxyy", "yyxx", "xyxy", "yxyx"):
+        memory = {name: device.zeros(N, np.float32, name=name) for name in "xy"}
+        last: dict[str, list[ost.Node]] = {"x": [], "y": []}
+        made = ost.Graph.create(device)
+        for name in order:
+            value = (1.0 if name == "x" else 5.0) + len(last[name])
+            args = memory[name], value, N
+            added = made.add_kernel(kernel(device, "fill"), config(N), *args, after=last[name][-1:])
+            last[name].append(added)
+        graphs.append(made)
+    for other in graphs[1:]:
+        assert first_difference(stream, graphs[0], other) is None
+        assert first_difference(stream, other, graphs[0]) is None
+
+
+def test_edges_that_contradict_each_other_are_no_difference(
+    device: Device, stream: ost.Stream
+) -> None:
+    """Without memory in common two nodes may run in either order: each run has its own."""
+    work = Work(device)
+    launches = work.launches()
+
+    def ordered(*order: int) -> ost.Graph:
+        made, last = ost.Graph.create(device), []
+        for at in order:
+            one = launches[at]
+            last = [made.add_kernel(kernel(device, one.name), one.config, *one.args, after=last)]
+        return made
+
+    one, other = ordered(0, 1, 2, 3, 4), ordered(2, 0, 1, 3, 4)
+    assert first_difference(stream, one, other) is None
+    launches[1] = Launch("halve", (work.x, N))
+    found = first_difference(stream, one, ordered(2, 0, 1, 3, 4))
+    assert found is not None
+    assert found.a is not None and found.b is not None
+    assert (found.a.path, found.b.path) == ("1", "2")
+
+
+def test_each_run_has_its_own_order_where_they_contradict(
+    device: Device, stream: ost.Stream
+) -> None:
+    x = device.array(np.full(N, 3, np.float32), name="x")
+    graphs = []
+    for names in (("scale", "fill"), ("fill", "scale")):
+        made, last = ost.Graph.create(device), []
+        for name in names:
+            args = (x, N) if name == "scale" else (x, 1.0, N)
+            last = [made.add_kernel(kernel(device, name), config(N), *args, after=last)]
+        graphs.append(made)
+    found = first_difference(stream, *graphs)
+    assert found is not None
+    assert (found.cause, found.values) == (DifferenceCause.OTHER_ORDER, (6, 2))
+    assert found.why == "node 0 (fill) comes before it in b and after it in a"
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["ours", "adopted"])
@@ -258,6 +327,46 @@ def test_runs_with_memory_of_their_own_are_compared_place_by_place(
     assert found is not None and found.b is not None
     assert (found.cause, found.b.path) == (DifferenceCause.OTHER_ARGUMENT, "3")
     assert found.why == "argument 0 (a) is [x] in a and [y] in b"
+
+
+def test_bytes_that_no_node_writes_do_not_count(device: Device, stream: ost.Stream) -> None:
+    """Without signatures a node may write up to the end of the allocation behind each pointer."""
+    graphs = []
+    for garbage in (3.0, 4.0):
+        arena = device.array(np.full((4, N), garbage, np.float32))
+        made = ost.Graph.create(device)
+        first = made.add_kernel(kernel(device, "fill"), config(N), arena[0], 1.0, N)
+        made.add_kernel(
+            kernel(device, "add"), config(N), arena[0], arena[0], arena[1], N, after=[first]
+        )
+        graphs.append(adopted(device, made))
+    assert first_difference(stream, *graphs) is None
+
+
+CODE = """
+extern "C" __global__ void scale(float* x, unsigned n) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = 3.0f * x[i];
+}
+"""
+
+
+@ost.host_kernel("x: *f32, n: u32", name="scale")
+def triple(launch: object, x: np.ndarray, n: int) -> None:
+    x[:n] *= np.float32(3)
+
+
+def test_another_kernel_of_the_same_name(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+    other = device.kernel(ost.Source(CODE, host=[triple], name="other.cu"), "scale")
+    graphs = []
+    for code in (kernel(device, "scale"), other):
+        graph = ost.Graph.create(device)
+        graph.add_kernel(code, config(N), work.x, N)
+        graphs.append(graph)
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.cause is DifferenceCause.OTHER_KERNEL
+    assert found.why == "scale in a, scale in b"
 
 
 @pytest.mark.parametrize("name", ["acc", "factor"])

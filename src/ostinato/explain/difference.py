@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,6 +30,7 @@ from ostinato.driver.api import (
     MemcpyNodeParams,
     MemoryRange,
     MemsetNodeParams,
+    NodeKind,
     parse_bytes,
 )
 from ostinato.driver.signature import BYTES, Signature, numpys_dtype
@@ -40,7 +41,7 @@ from ostinato.graph.node import decode_arguments
 from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import as_given
 from ostinato.graph.show.demangle import demangled
-from ostinato.graph.show.diff import SameCode, code_comparison, match
+from ostinato.graph.show.diff import SameCode, code_comparison
 from ostinato.graph.show.outline import details, line_text, name_places, shape_text
 from ostinato.graph.words import WordIndex, WordPlace
 from ostinato.memory import Buffer
@@ -68,6 +69,7 @@ class DifferenceCause(enum.StrEnum):
     OTHER_ARGUMENT = "another argument"
     STALE_POINTER = "a stale pointer"
     MISSING_NODE = "a node that only one run has"
+    OTHER_ORDER = "another order"
     MISSING_EDGE = "a missing edge"
     READ_BEFORE_WRITTEN = "memory that is read before the run has written it"
     UNREPEATABLE = "a node that does not repeat its own answer"
@@ -251,6 +253,7 @@ class _Found(NamedTuple):
 
 
 _Pair: TypeAlias = tuple[int | None, int | None]
+_Looks: TypeAlias = tuple[tuple[NodeKind, str], object, tuple[int, ...]]
 
 
 class _Comparison:
@@ -267,6 +270,13 @@ class _Comparison:
         self._sides = _Side(a, self._find), _Side(b, self._find)
         self._same_code: SameCode = code_comparison(stream.context, stream.context)
         self._pairs = _pairs(*self._sides)
+        order = [j for _, j in self._pairs if j is not None]
+        done = [0, *accumulate(1 << j for j in order)]
+        self._aligned = not any(
+            self._sides[1].before[j] & ~d for j, d in zip(order, done[:-1], strict=True)
+        )
+        """True if the edges of the second run allow the order of the first."""
+        self._order = range(len(self._sides[0].nodes)), order if self._aligned else sorted(order)
         self._partners: tuple[dict[int, Counter[int]], dict[int, Counter[int]]] = {}, {}
         """By an address that an argument of one side has, those of the same argument in the
         other."""
@@ -445,11 +455,13 @@ class _Comparison:
 
     def _in_order(self) -> FirstDifference | None:
         pairs = self._pairs[: None if self._stop is None else self._stop[0]]
-        marks = [self._marked(self._way(0, k), self._spans[k]) for k in range(len(pairs))]
+        marks: list[list[npt.NDArray[np.uint64]]] = []
+        for (i, _), spans in zip(pairs, self._spans, strict=False):
+            marks.append(self._marked(_Way(0, (), () if i is None else (i,)), spans))
         self._restore()
         for k, pair in enumerate(pairs):
             spans, ways = self._spans[k], (self._way(0, k), self._way(1, k))
-            mark = self._marked(ways[1], spans)
+            mark = (self._marked if self._aligned else self._again)(ways[1], spans)
             if np.array_equal(marks[k][1], mark[1]):
                 continue
             found = self._differ(ways, spans, (marks[k], mark))
@@ -471,10 +483,13 @@ class _Comparison:
         return self._marked(way, spans)
 
     def _way(self, side: int, k: int) -> _Way:
-        """Returns the nodes of one side in pair `k`, after all pairs before it."""
-        before = [at for pair in self._pairs[:k] if (at := pair[side]) is not None]
-        at = self._pairs[k][side]
-        return _Way(side, before, () if at is None else (at,))
+        """Returns the node of one side in pair `k`, after those of all pairs before it, and those
+        that these wait for."""
+        bits, at = 0, self._pairs[k][side]
+        for one in (*(pair[side] for pair in self._pairs[:k]), at):
+            bits |= 0 if one is None else self._sides[side].before[one] | 1 << one
+        nodes = () if at is None else (at,)
+        return _Way(side, [n for n in self._order[side] if bits >> n & 1 and n != at], nodes)
 
     def _out_of_order(self) -> FirstDifference | None:
         """Runs pairs of nodes that only the other side orders in both orders."""
@@ -539,10 +554,21 @@ class _Comparison:
         if one.off != two.off:
             name = a if one.off else b
             return DifferenceCause.MISSING_NODE, f"it is switched off in {name}"
-        known = self._other(one.node, two.node)
-        if known is None:
-            known = self._input(k, found)
+        known = self._other(one.node, two.node) or self._moved(k) or self._input(k, found)
         return known or (DifferenceCause.UNKNOWN, "")
+
+    def _moved(self, k: int) -> tuple[DifferenceCause, str] | None:
+        """Returns a node that comes before a node only in the second run, and uses its memory."""
+        before = {i for i, _ in self._pairs[:k]}
+        at = self._pairs[k][1]
+        for i, j in self._pairs:
+            if at is None or j not in self._way(1, k).before or i in before or i is None:
+                continue
+            if j is not None and self._conflict(self._sides[1], j, at):
+                a, b = self._names
+                why = f"{self._sides[1].nodes[j]} comes before it in {b} and after it in {a}"
+                return DifferenceCause.OTHER_ORDER, why
+        return None
 
     def _other(self, one: Node, two: Node) -> tuple[DifferenceCause, str] | None:
         """Returns how two nodes differ."""
@@ -744,35 +770,62 @@ class _Comparison:
 
 
 def _pairs(a: _Side, b: _Side) -> list[_Pair]:
-    """Pairs the nodes of two runs, in an order that both have; None for a node without a partner.
+    """Pairs the nodes of two runs, in the order of the first; None for a node without a partner."""
+    looks = [[_looks(side, at) for at in range(len(side.nodes))] for side in (a, b)]
+    order: dict[int, int] = {}
+    left = list(range(len(b.nodes)))
+    ahead: Counter[object] = Counter(each for one in looks[0] for each in (one, one[:2]))
 
-    Runs that have the same nodes may have them in another order, if edges of both allow that of the
-    first.  Else nodes are paired as `graph.show.diff` pairs them.
-    """
-    keys = [[(one.node.kind, one.node.name) for one in side.nodes] for side in (a, b)]
-    if keys[0] != keys[1] and Counter(keys[0]) == Counter(keys[1]):
-        order: list[_Pair] = []
-        done = 0
-        for i, key in enumerate(keys[0]):
-            ready = [
-                j
-                for j, other in enumerate(keys[1])
-                if other == key and not done >> j & 1 and not b.before[j] & ~done
-            ]
-            if not ready:
-                break
-            params = a.nodes[i].node.params
-            j = next((j for j in ready if b.nodes[j].node.params == params), ready[0])
-            order.append((i, j))
-            done |= 1 << j
-        else:
-            return order
-    places = [{id(one.node): at for at, one in enumerate(side.nodes)} for side in (a, b)]
-    lists = [[one.node for one in side.nodes] for side in (a, b)]
-    return [
-        tuple(None if n is None else of[id(n)] for n, of in zip(pair, places, strict=True))  # type: ignore[misc]
-        for pair in match(*lists)
-    ]
+    def displaced(i: int, j: int) -> bool:
+        """False if both wait for nodes that are pairs."""
+        return {order.get(at) for at in a.nodes[i].after} != {*b.nodes[j].after}
+
+    for by_name in (True, False):  # first those of one name, then another kernel in the same place
+        for i, mine in enumerate(looks[0]):
+            if i in order:
+                continue
+
+            def rank(j: int, mine: _Looks = mine, i: int = i) -> tuple[bool, ...]:
+                """False comes first: alike, alike but for addresses; each if to no later node."""
+                theirs = looks[1][j]
+                same = theirs != mine, ahead[theirs] > 0
+                return *same, theirs[:2] != mine[:2], ahead[theirs[:2]] > 0, displaced(i, j)
+
+            if by_name:
+                able = [j for j in left if looks[1][j][0] == mine[0]]
+            else:
+                able = [j for j in left if looks[1][j][0][0] == mine[0][0] and not displaced(i, j)]
+            if able:
+                order[i] = min(able, key=rank)
+                left.remove(order[i])
+            ahead.subtract({mine: by_name, mine[:2]: by_name})
+    pairs: list[_Pair] = [(i, order.get(i)) for i in range(len(a.nodes))]
+    for j in left:  # after all that it waits for
+        waits = [
+            k
+            for k, (_, other) in enumerate(pairs)
+            if other is not None and b.before[j] >> other & 1
+        ]
+        pairs.insert(max(waits, default=-1) + 1, (None, j))
+    return pairs
+
+
+def _looks(side: _Side, at: int) -> _Looks:
+    """Returns kind and name of a node; its parameters but for addresses; its addresses."""
+    one = side.nodes[at]
+    addresses = tuple(touch.range.address for touch in side.touches[at].values())
+    params: object = None
+    if isinstance(one.node.params, KernelNodeParams):
+        data = bytearray(one.node.params.arguments.data)
+        for key in side.touches[at]:
+            if isinstance(key, int):
+                data[key : key + 8] = bytes(8)
+        params = one.node.params.config, bytes(data)
+    elif isinstance(one.node.params, MemcpyNodeParams):
+        params = replace(one.node.params, dst=0, src=0)
+    elif isinstance(one.node.params, MemsetNodeParams):
+        params = replace(one.node.params, dst=0)
+    return (one.node.kind, one.node.name), params, addresses
 
 
 def _count(spans: Sequence[_Span]) -> int:

@@ -220,7 +220,7 @@ class _Pairs:
     def __init__(self, before: Outline, after: Outline) -> None:
         self.before = before
         self.after = after
-        self.nodes: list[tuple[Node | None, Node | None]] = list(match(before.nodes, after.nodes))
+        self.nodes: list[tuple[Node | None, Node | None]] = list(_match(before, after))
         self.inner: dict[int, list[_Pairs]] = {}
         """The matched inner bodies, by the index of a matched node in `before`."""
         for one, two in self.nodes:
@@ -240,8 +240,9 @@ class _Pairs:
                     yield from body.walk()
 
 
-def match(a: Sequence[Node], b: Sequence[Node]) -> Iterator[tuple[Node | None, Node | None]]:
+def _match(before: Outline, after: Outline) -> Iterator[tuple[Node | None, Node | None]]:
     """Matches nodes that are equal, then nodes of equal kind and name, then of equal kind."""
+    a, b = before.nodes, after.nodes
     exact = ([_fingerprint(n) for n in a], [_fingerprint(n) for n in b])
     named = ([(n.kind, n.name) for n in a], [(n.kind, n.name) for n in b])
     for same, i, j in _align(*exact, range(len(a)), range(len(b))):
