@@ -343,6 +343,29 @@ def test_bytes_that_no_node_writes_do_not_count(device: Device, stream: ost.Stre
     assert first_difference(stream, *graphs) is None
 
 
+def test_results_that_another_library_allocates_anew(device: Device, stream: ost.Stream) -> None:
+    """As in two captures by torch: inputs and weights are the same, and each has its own results,
+    with other bytes in them before."""
+    x, y = (device.array(np.full(N, value, np.float32)) for value in (1, 2))
+    arenas = [device.array(np.full((2, N), value, np.float32)) for value in (8, 9)]
+
+    def graph(arena: ost.Buffer, second: str = "scale") -> ost.Graph:
+        made = ost.Graph.create(device)
+        first = made.add_kernel(kernel(device, "add"), config(N), x, y, arena[0], N)
+        made.add_kernel(kernel(device, second), config(N), arena[0], N, after=[first])
+        return adopted(device, made)
+
+    owners = [device.context.owners.pop(arena.address) for arena in arenas]
+    one, other = (graph(arena) for arena in arenas)
+    assert first_difference(stream, one, other) is None
+    found = first_difference(stream, one, graph(arenas[1], "halve"))
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.OTHER_KERNEL, "1")
+    assert [value.view(np.float32) for value in found.values or ()] == [6, 1.5]  # of unknown type
+    assert "0x40c00000 (as f32 6) a" in found.line()
+    del owners
+
+
 CODE = """
 extern "C" __global__ void scale(float* x, unsigned n) {
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -284,9 +284,9 @@ class _Comparison:
             for one, two in self._both(i, j):
                 for partners, x, y in zip(self._partners, (one, two), (two, one), strict=True):
                     partners.setdefault(x.range.address, Counter())[y.range.address] += 1
-        counts = [(x == y, n) for x, of in self._partners[0].items() for y, n in of.items()]
-        self._shared = 2 * sum(n for same, n in counts if same) >= sum(n for _, n in counts)
-        """True if both use the same memory, as far as their arguments are not at fault."""
+        same = [x in self._partners[1] for x in self._partners[0]]
+        self._shared = 2 * sum(same) >= len(same)
+        """True if both use the same memory, but for a minority of addresses."""
         # Before anything is allocated here, perhaps where memory was freed.
         stales = ((k, why) for k, pair in enumerate(self._pairs) if (why := self._stale(*pair)))
         self._stop = next(stales, None)
@@ -305,31 +305,35 @@ class _Comparison:
             yield from ((one[key], two[key]) for key in one if key in two)
 
     def _across(self, side: int, address: int) -> int | None:
-        """Returns the address that stands in the other side for one of this side, or None."""
+        """Returns the address that stands in the other side for one of this side, or None.
+
+        It is the same address if the other side has it too; else the one that is most often at the
+        same places, except between buffers of this library in runs that else use the same memory.
+        """
+        if address in self._partners[1 - side]:
+            return address
         partners = self._partners[side].get(address)
-        if self._shared or partners is None:
+        if partners is None:
             return address if self._shared else None
-        return max(partners, key=lambda other: (partners[other], other == address))
+        other = max(partners, key=partners.__getitem__)
+        owner = self._stream.context.owner_of
+        known = self._shared and owner(address) is not None and owner(other) is not None
+        return address if known else other
 
     def _spans_of(self, i: int | None, j: int | None) -> list[_Span]:
-        places = [(0, i), (1, j)]
-        own = [t for side, at in places if at is not None for t in self._written(side, at)]
-        if self._shared:
-            return [_Span((m.address, m.address), m.nbytes) for m in merged(t.range for t in own)]
-        if i is not None and j is not None:
-            pairs = [p for p in self._both(i, j) if p[0].written or p[1].written]
-        else:
-            pairs = []
-            for side, at in places:
-                for touch in () if at is None else self._written(side, at):
-                    other = self._across(side, touch.range.address)
-                    if other is not None:
-                        two = replace(touch, range=MemoryRange(other, touch.range.nbytes))
-                        pairs.append((two, touch) if side else (touch, two))
-        return [
-            _Span((one.range.address, two.range.address), min(map(self._live, (one, two))))
-            for one, two in pairs
-        ]
+        found: dict[tuple[int, int], int] = {}
+        same: list[MemoryRange] = []
+        for side, at in enumerate((i, j)):
+            for touch in () if at is None else self._written(side, at):
+                address, other = touch.range.address, self._across(side, touch.range.address)
+                if other == address:
+                    same.append(touch.range)
+                elif other is not None:
+                    there = self._live(replace(touch, range=MemoryRange(other, touch.range.nbytes)))
+                    key = (other, address) if side else (address, other)
+                    found[key] = max(found.get(key, 0), min(touch.range.nbytes, there))
+        spans = [_Span((memory.address, memory.address), memory.nbytes) for memory in merged(same)]
+        return spans + [_Span(addresses, nbytes) for addresses, nbytes in found.items()]
 
     def _live(self, touch: Touch) -> int:
         """Returns the bytes of a pointer's memory that are in its live allocation."""
@@ -560,11 +564,11 @@ class _Comparison:
     def _moved(self, k: int) -> tuple[DifferenceCause, str] | None:
         """Returns a node that comes before a node only in the second run, and uses its memory."""
         before = {i for i, _ in self._pairs[:k]}
-        at = self._pairs[k][1]
+        at, way = self._pairs[k][1], {*self._way(1, k).before}
         for i, j in self._pairs:
-            if at is None or j not in self._way(1, k).before or i in before or i is None:
+            if at is None or i is None or j is None or i in before or j not in way:
                 continue
-            if j is not None and self._conflict(self._sides[1], j, at):
+            if self._conflict(self._sides[1], j, at):
                 a, b = self._names
                 why = f"{self._sides[1].nodes[j]} comes before it in {b} and after it in {a}"
                 return DifferenceCause.OTHER_ORDER, why
@@ -613,8 +617,6 @@ class _Comparison:
 
     def _argument(self, was: bytes, is_: bytes, offset: int) -> DifferenceCause | None:
         """Compares the bytes of an argument, word by word where they may be addresses."""
-        if was == is_ and self._shared:
-            return None
         begin = -offset % 8
         for at in range(begin, min(len(was), len(is_)) - 7, 8):
             x, y = (int.from_bytes(raw[at : at + 8], "little") for raw in (was, is_))
@@ -666,12 +668,10 @@ class _Comparison:
     def _input(self, k: int, found: _Found) -> tuple[DifferenceCause, str] | None:
         """Returns the argument that makes the difference by what its memory held before the node:
         with the content of the first run the second gives the first one's answer."""
-        if self._shared:
-            return None  # the same before both
         ways = self._way(0, k), self._way(1, k)
         for one, two in self._both(*self._pairs[k]):
             nbytes = min(self._live(one), self._live(two))
-            if not 0 < nbytes <= _MOST_INPUT:
+            if one.range.address == two.range.address or not 0 < nbytes <= _MOST_INPUT:
                 continue
             self._begin(ways[0])
             given = self._read(one.range.address, nbytes)
