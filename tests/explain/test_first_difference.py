@@ -179,7 +179,7 @@ def test_the_element_and_both_values_are_told(device: Device, stream: ost.Stream
     found = first_difference(stream, *graphs, names=("long", "short"))
     assert found is not None
     assert (found.argument, found.index, found.values) == ("argument 0 (x)", (1, 2), (12, 6))
-    assert found.line() == "node 0 (scale), argument 0 (x) at [1, 2]: 12.0 long, 6.0 short"
+    assert found.line() == "node 0 (scale), argument 0 (x) at [1, 2]: 12.0 in long, 6.0 in short"
     assert "cause: another argument: argument 1 (n) is 9 in long and 6 in short" in str(found)
     assert "grid 1, block 128; x=[grid], n=9; test_first_difference.py:" in str(found)
 
@@ -362,7 +362,7 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
     assert found is not None and found.b is not None
     assert (found.cause, found.b.path) == (DifferenceCause.OTHER_KERNEL, "1")
     assert [value.view(np.float32) for value in found.values or ()] == [6, 1.5]  # of unknown type
-    assert "0x40c00000 (as f32 6) a" in found.line()
+    assert "0x40c00000 (as f32 6) in a" in found.line()
     del owners
 
 

