@@ -85,7 +85,7 @@ def test_another_kernel(cuda_device: Device, stream: ost.Stream) -> None:
     found = first_difference(stream, right.graph, wrong.graph)
     assert found is not None and found.b is not None
     assert found.cause is DifferenceCause.OTHER_KERNEL
-    assert "tanh" in found.b.name
+    assert "tanh" in found.b.node.name
 
 
 def test_a_changed_constant(cuda_device: Device, stream: ost.Stream) -> None:
@@ -94,7 +94,7 @@ def test_a_changed_constant(cuda_device: Device, stream: ost.Stream) -> None:
     found = first_difference(stream, right.graph, wrong.graph)
     assert found is not None and found.b is not None
     assert found.cause is DifferenceCause.OTHER_ARGUMENT
-    assert "Mul" in found.b.name or "mul" in found.b.name
+    assert "Mul" in found.b.node.name or "mul" in found.b.node.name
 
 
 def test_other_content_of_a_tensor(cuda_device: Device, stream: ost.Stream) -> None:

@@ -2,19 +2,19 @@
 
 from ostinato.explain.difference import (
     DifferenceCause,
-    DifferentNode,
     FirstDifference,
     first_difference,
     first_drift,
 )
 from ostinato.explain.races import unordered
 from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
+from ostinato.graph.flat import FlatNode
 from ostinato.graph.timing import NodeTime, NodeTimes
 
 __all__ = [
     "DifferenceCause",
-    "DifferentNode",
     "FirstDifference",
+    "FlatNode",
     "NodeTime",
     "NodeTimes",
     "Percentiles",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,17 +33,18 @@ from ostinato.driver.api import (
     NodeKind,
     parse_bytes,
 )
-from ostinato.driver.signature import BYTES, Signature, numpys_dtype
+from ostinato.driver.signature import Signature, numpys_dtype
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import CaptureError, DriverError, InputError
 from ostinato.graph import Graph, GraphExec, Node, Touch, capture_function, every_node, launch
+from ostinato.graph.flat import FlatNode
 from ostinato.graph.node import decode_arguments
 from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import as_given
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.diff import SameCode, code_comparison
 from ostinato.graph.show.outline import details, line_text, name_places, shape_text
-from ostinato.graph.words import WordIndex, WordPlace
+from ostinato.graph.words import Sort, Word, WordIndex, WordPlace, words_of
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import allocate
 from ostinato.memory.ranges import KnownRanges, merged
@@ -80,45 +81,19 @@ class DifferenceCause(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class DifferentNode:
-    """One node of a difference.
-
-    `path` is "3", or "3.child.0" in a child graph; `line` the Python line that made it, "" if that
-    is unknown; `config` is None for a node that is no kernel.
-    """
-
-    path: str
-    name: str
-    line: str
-    config: LaunchConfig | None
-    arguments: str
-
-    def __str__(self) -> str:
-        return f"node {self.path} ({self.name})"
-
-    def details(self) -> str:
-        """Returns launch configuration, arguments and line as one line of text."""
-        config = self.config
-        parts = [self.arguments, self.line]
-        if config is not None:
-            shape = f"grid {shape_text(config.grid)}, block {shape_text(config.block)}"
-            parts.insert(0, shape + (f", {config.shared} B shared" if config.shared else ""))
-        return f"{self}: {'; '.join(filter(None, parts))}"
-
-
-@dataclass(frozen=True, slots=True)
 class FirstDifference:
     """The first node whose written memory differs, of run `a` and run `b`; `str()` explains it.
 
-    A run without such a node has None.  `argument` is "argument 2 (out)" or "dst"; `index` counts
+    A run without such a node has None; `.node` is the node with its present arguments, and `.path`
+    "3", or "3.child.0" in a child graph.  `argument` is "argument 2 (out)" or "dst"; `index` counts
     elements from there, in the axes of its buffer if that is known; `values` are those of `a` and
     `b`, numbers of the argument's type, or whole numbers of 32 bits if the type is unknown.  For a
     missing edge they are of one graph, in the other's order and in another order that its edges
     allow.  `argument` is "" and `values` None if a node was not run, or not twice with one answer.
     """
 
-    a: DifferentNode | None
-    b: DifferentNode | None
+    a: FlatNode | None
+    b: FlatNode | None
     cause: DifferenceCause
     why: str
     argument: str = ""
@@ -142,8 +117,18 @@ class FirstDifference:
         why = f": {self.why}" if self.why else ""
         lines = [f"first difference: {self.line()}", f"  cause: {self.cause}{why}"]
         for name, node in zip(self.names, (self.a, self.b), strict=True):
-            lines.append(f"  {name}: {'no such node' if node is None else node.details()}")
+            lines.append(f"  {name}: {'no such node' if node is None else _launch_text(node)}")
         return "\n".join(lines)
+
+
+def _launch_text(one: FlatNode) -> str:
+    parts = [details(one.node, 96), line_text(one.node.location)]
+    if isinstance(one.node.params, KernelNodeParams):
+        config = one.node.params.config
+        shared = f", {config.shared} B shared" if config.shared else ""
+        shape = f"grid {shape_text(config.grid)}, block {shape_text(config.block)}{shared}"
+        parts.insert(0, shape)
+    return f"{one}: {'; '.join(filter(None, parts))}"
 
 
 def _text(value: Any) -> str:
@@ -646,22 +631,21 @@ class _Comparison:
         for side, at, partner in ((0, i, j), (1, j, i)):
             if at is None or self._sides[side].nodes[at].off:
                 continue
-            node = self._sides[side].nodes[at].node
-            touches = self._sides[side].touches[at]
-            closed = [
-                owner.range
-                for owner in node.keep
-                if getattr(owner, "closed", False) is True and hasattr(owner, "range")
-            ]
+            node, touches = self._sides[side].nodes[at].node, self._sides[side].touches[at]
+            closed = _closed(node.keep)
             theirs = {} if partner is None else self._sides[1 - side].touches[partner]
-            for key in dict.fromkeys((*touches, *theirs)):
-                address = _word(node, key, touches)
-                gone = any(memory.holds(address) for memory in closed)
-                typed = key in touches and node.signature is not None
-                alike = key in theirs and self._live(theirs[key])
-                if gone or (address and (typed or alike) and self._find(address) is None):
-                    place = touches[key].place if key in touches else theirs[key].place
-                    why = f"{place} of {self._names[side]} is {address:#x}, where no memory is"
+            for key, touch in {**theirs, **touches}.items():
+                address = touch.range.address
+                if isinstance(key, int) and isinstance(node.params, KernelNodeParams):
+                    raw = node.params.arguments.data[key : key + 8]
+                    address = int.from_bytes(raw, "little")
+                pointer = key in touches and node.signature is not None
+                pointer |= key in theirs and self._live(theirs[key]) > 0
+                lost = address and pointer and self._find(address) is None
+                if lost or any(memory.holds(address) for memory in closed):
+                    why = (
+                        f"{touch.place} of {self._names[side]} is {address:#x}, where no memory is"
+                    )
                     return DifferenceCause.STALE_POINTER, f"{why} any more; the node was not run"
         return None
 
@@ -687,7 +671,7 @@ class _Comparison:
             finally:
                 write(own.data)  # it may be read only, and so not be saved
             if seen[0] == found.contents[0][found.at]:
-                place = _place(two, self._node(1, k))
+                place = _word_of(self._node(1, k), two).label
                 why = f"when the node began, the memory of {place} held other bytes"
                 return DifferenceCause.READ_BEFORE_WRITTEN, why
         return None
@@ -707,21 +691,15 @@ class _Comparison:
         name_places(self._stream.context, (node,), places)
         return replace(node, places=places)
 
-    def _told(self, side: int, at: int | None) -> DifferentNode | None:
-        if at is None:
-            return None
-        one = self._sides[side].nodes[at]
-        node = self._shown(one.node)
-        config = node.params.config if isinstance(node.params, KernelNodeParams) else None
-        line = line_text(node.location)
-        return DifferentNode(one.path, node.name, line, config, details(node, 96))
-
     def _report(
         self, pair: _Pair, cause: DifferenceCause, why: str, found: _Found | None = None
     ) -> FirstDifference:
-        nodes = self._told(0, pair[0]), self._told(1, pair[1])
+        a, b = (
+            None if at is None else replace(of.nodes[at], node=self._shown(of.nodes[at].node))
+            for of, at in zip(self._sides, pair, strict=True)
+        )
         if found is None:
-            return FirstDifference(*nodes, cause, why, names=self._names)
+            return FirstDifference(a, b, cause, why, names=self._names)
         # Of the first run that wrote there, by the nearest pointer below.
         node, touch, side = next(
             (self._sides[side].nodes[at].node, max(holding, key=lambda t: t.range.address), side)
@@ -740,10 +718,8 @@ class _Comparison:
         index: tuple[int, ...] = (element,)
         if shape and element < np.prod(shape):
             index = tuple(int(n) for n in np.unravel_index(element, shape))
-        place = _place(touch, node)
-        return FirstDifference(
-            *nodes, cause, why, place, index, (values[0], values[1]), self._names
-        )
+        told = _word_of(node, touch).label, index, (values[0], values[1])
+        return FirstDifference(a, b, cause, why, *told, self._names)
 
     def _holding(self, side: int, at: int, found: _Found) -> list[Touch]:
         """Returns the written pointers of a node whose memory holds a byte that differs."""
@@ -752,21 +728,13 @@ class _Comparison:
 
     def _type(self, node: Node, touch: Touch) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Returns the type of the memory behind a pointer, and its axes if it is a whole buffer."""
-        address, dtype = touch.range.address, None
-        shape: tuple[int, ...] = ()
-        for owner in (*node.keep, self._stream.context.owner_of(address)):
-            if isinstance(owner, Buffer) and owner.range.address == address:
-                dtype, shape = owner.dtype, owner.shape
-                break
-        signature = node.signature
-        if signature is not None and isinstance(touch.key, int):
-            at = [slot.offset for slot in signature.layout].index(touch.key)
-            held = signature.parameters[at].dtype
-            if held is not BYTES and (dtype is None or held.itemsize == dtype.itemsize):
-                dtype = held
-            elif held is not BYTES:
-                dtype, shape = held, ()
-        return (np.dtype(np.uint32), ()) if dtype is None else (numpys_dtype(dtype), shape)
+        address, held = touch.range.address, _word_of(node, touch).holds
+        owners = (*node.keep, self._stream.context.owner_of(address))
+        for owner in (one for one in owners if isinstance(one, Buffer)):
+            size = owner.dtype.itemsize if held is None else held.itemsize
+            if owner.range.address == address and owner.dtype.itemsize == size:
+                return numpys_dtype(held or owner.dtype), owner.shape
+        return np.dtype(np.uint32) if held is None else numpys_dtype(held), ()
 
 
 def _pairs(a: _Side, b: _Side) -> list[_Pair]:
@@ -843,20 +811,20 @@ def _common(one: MemoryRange, other: MemoryRange) -> MemoryRange | None:
     return MemoryRange(begin, end - begin) if begin < end else None
 
 
-def _word(node: Node, key: WordPlace, touches: Mapping[WordPlace, Touch]) -> int:
-    """Returns the address at a place of a node, 0 if it has no such place."""
-    if isinstance(key, int) and isinstance(node.params, KernelNodeParams):
-        return int.from_bytes(node.params.arguments.data[key : key + 8], "little")
-    return touches[key].range.address if key in touches else 0
+def _closed(owners: Sequence[Any]) -> list[MemoryRange]:
+    """Returns the memory of those owners that are closed."""
+    found = [one for one in owners if getattr(one, "closed", False) is True]
+    return [one.range for one in found if hasattr(one, "range")]
 
 
-def _place(touch: Touch, node: Node) -> str:
-    """Returns "argument 2 (out)", "dst"."""
-    if node.signature is not None and isinstance(touch.key, int):
-        for slot, parameter in zip(node.signature.layout, node.signature.parameters, strict=True):
-            if slot.offset == touch.key:
-                return f"{touch.place} ({parameter.name})"
-    return touch.place
+def _word_of(node: Node, touch: Touch) -> Word:
+    """Returns the word of a node that is a pointer: its name and the type of its memory."""
+    if isinstance(node.params, KernelNodeParams):
+        arguments = node.params.arguments
+        for word in words_of(node.signature, arguments.layout, len(arguments.data)):
+            if word.key == touch.key:
+                return word
+    return Word(0, touch.place, Sort.FIELD)
 
 
 # --- launches alone
