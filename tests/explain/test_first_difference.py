@@ -126,6 +126,12 @@ PLANTS: dict[str, tuple[Plant, int, DifferenceCause, str]] = {
         DifferenceCause.STALE_POINTER,
         "argument 2 (out) is [out] in a and [other] in b",
     ),
+    "stale last output": (
+        lambda w, of: (4, replace(of[4], args=(w.out, w.factor, w.other, N))),
+        4,
+        DifferenceCause.STALE_POINTER,
+        "argument 2 (y) is [acc] in a and [other] in b",
+    ),
     "other grid": (
         lambda w, of: (1, replace(of[1], config=ost.LaunchConfig(1, 128))),
         1,
@@ -349,13 +355,17 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
     x, y = (device.array(np.full(N, value, np.float32)) for value in (1, 2))
     arenas = [device.array(np.full((2, N), value, np.float32)) for value in (8, 9)]
 
-    def graph(arena: ost.Buffer, second: str = "scale") -> ost.Graph:
+    def graph(
+        arena: ost.Buffer, second: str = "scale", given: tuple[ost.Buffer, ost.Buffer] = (x, y)
+    ) -> ost.Graph:
         made = ost.Graph.create(device)
-        first = made.add_kernel(kernel(device, "add"), config(N), x, y, arena[0], N)
-        made.add_kernel(kernel(device, second), config(N), arena[0], N, after=[first])
+        first = made.add_kernel(kernel(device, "add"), config(N), *given, arena[0], N)
+        second_node = made.add_kernel(kernel(device, second), config(N), arena[0], N, after=[first])
+        last = y, arena[0], arena[1], N
+        made.add_kernel(kernel(device, "add"), config(N), *last, after=[second_node])
         return adopted(device, made)
 
-    owners = [device.context.owners.pop(arena.address) for arena in arenas]
+    owners = [device.context.owners.pop(arena.address) for arena in (*arenas, x, y)]
     one, other = (graph(arena) for arena in arenas)
     assert first_difference(stream, one, other) is None
     found = first_difference(stream, one, graph(arenas[1], "halve"))
@@ -363,6 +373,10 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
     assert (found.cause, found.b.path) == (DifferenceCause.OTHER_KERNEL, "1")
     assert [value.view(np.float32) for value in found.values or ()] == [6, 1.5]  # of unknown type
     assert "0x40c00000 (as f32 6) in a" in found.line()
+    wrong = graph(arenas[1], given=(x, x))
+    found = first_difference(stream, one, wrong)
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.OTHER_ARGUMENT, "0")
     del owners
 
 
@@ -436,6 +450,46 @@ def test_a_node_that_points_at_freed_memory_is_not_run(
     assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
     assert "argument 1 of b is 0x" in found.why and "was not run" in found.why
     device.context.synchronize()  # no fault
+
+
+def test_freed_memory_at_whose_place_is_other_memory_by_now(
+    device: Device, stream: ost.Stream
+) -> None:
+    work = Work(device)
+    launches: list[Launch | None] = [*work.launches()]
+    launches[3] = Launch("add", (work.x, work.other, work.out, N))
+    right, wrong = work.graph("fork"), work.graph("fork", launches)
+    address = work.other.address
+    work.other.close()
+    others = [device.zeros(N, np.float32) for _ in range(64)]
+    if all(other.address != address for other in others):
+        pytest.skip("this driver does not use the place again")
+    found = first_difference(stream, right, wrong)
+    assert found is not None and found.b is not None
+    assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
+    assert "was not run" in found.why
+
+
+def test_a_pointer_to_no_memory_is_told_in_both(device: Device, stream: ost.Stream) -> None:
+    graph = ost.Graph.create(device)
+    graph.add_kernel(kernel(device, "fill"), config(N), 0x1000, 1.0, N)
+    found = first_difference(stream, graph, graph.clone())
+    assert found is not None and found.cause is DifferenceCause.STALE_POINTER
+    assert found.why.startswith("argument 0 of a is 0x1000, where no memory is")
+    device.context.synchronize()  # no fault
+
+
+def test_the_node_that_is_left_has_the_stale_pointer(device: Device, stream: ost.Stream) -> None:
+    work = Work(device)
+    graphs = []
+    for order in ((work.out, work.y), (work.y, work.other)):
+        graph = ost.Graph.create(device)
+        for buffer in order:
+            graph.add_kernel(kernel(device, "scale"), config(N), buffer, N)
+        graphs.append(graph)
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.a is not None and found.b is not None
+    assert (found.a.path, found.b.path) == ("0", "1")
 
 
 def test_a_node_that_is_switched_off(device: Device, stream: ost.Stream) -> None:

@@ -157,13 +157,13 @@ class _Twin:
         self._stamp = probe(context, "ostinato_stamp")
         self.slots = held.enter_context(allocate(context, len(flat) + _PAIRS + 1, np.uint64))
         self._graph = not_null(self._driver.graph_create(), "graph")
-        held.callback(self._driver.graph_destroy, self._graph)
+        held.callback(context.retire, partial(self._driver.graph_destroy, self._graph))
         self._used = 0
         self.timed: list[tuple[int, int, tuple[int, ...]]] = []
         """The place, the timer, and the timers before, of each node that does work."""
         self._build()
         self.executable = not_null(self._driver.graph_instantiate(self._graph), "executable")
-        held.callback(self._driver.exec_destroy, self.executable)
+        held.callback(context.retire, partial(self._driver.exec_destroy, self.executable))
 
     def _add(self, after: Sequence[NodeHandle], params: NodeParams) -> NodeHandle:
         return self._driver.graph_add_node(self._graph, after, params)
