@@ -310,6 +310,28 @@ def test_a_missing_edge_is_found_by_another_order(
         assert found.why == f"nothing orders {one} and {two} in {name}"
 
 
+@pytest.mark.parametrize("name", ["other length", "other grid", "stale output", "missing node"])
+def test_answers_that_are_there_already(device: Device, stream: ost.Stream, name: str) -> None:
+    """An earlier replay has left what the wrong graph does not write."""
+    plant, _, _, _ = PLANTS[name]
+    work = Work(device)
+    launches: list[Launch | None] = [*work.launches()]
+    if name == "other length":
+        launches[3] = Launch("add", (work.x, work.y, work.out, N - 1))
+    elif name == "other grid":
+        launches[3] = replace(work.launches()[3], config=ost.LaunchConfig(1, 128))
+    else:
+        where, launch = plant(work, work.launches())
+        launches[where] = launch
+    with work.graph("chain").instantiate() as run:
+        run.launch(stream)
+    before = [b.to_numpy(stream) for b in work.buffers]
+    found = first_difference(stream, work.graph("chain"), work.graph("chain", launches))
+    assert found is not None and found.a is not None
+    assert found.a.path == ("2" if name == "missing node" else "3")
+    np.testing.assert_equal([b.to_numpy(stream) for b in work.buffers], before)
+
+
 def test_a_function_is_the_order_of_its_launches(device: Device, stream: ost.Stream) -> None:
     work = Work(device)
 

@@ -13,6 +13,7 @@ another one in the other.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -155,16 +156,18 @@ def first_difference(
     memory is as before.  Each is a graph (also an adopted one, or one of a graph file), an
     executable, or a function without arguments, which is captured on `stream`.  They may use the
     same memory or each its own: then what their arguments point at is compared place by place.
-    If no node differs in an order that both have, each pair of nodes that only one graph orders,
-    and that use the same memory, is run in both orders.  `names` stand for the runs in texts.
+    If no node differs, each pair of nodes that only one graph orders, and that use the same memory,
+    is run in both orders; then both run once more with zeros in memory that, by the signatures, a
+    run overwrites before it reads it.  `names` stand for the runs in texts.
 
     `limit`: the most bytes of memory to save, which the nodes can reach by pointers that are not
     known to be read only; None: half of the free memory of the device.
 
-    Not compared: memory behind addresses in device memory.  Not put back: such memory, what host
-    functions do, and random numbers that torch draws (both runs draw the same).  A kernel that
-    waits for another node of the same graph waits for ever.  At most 256 pairs are run for missing
-    edges.  No other stream may write the memory meanwhile.
+    Not found: a node without a signature that does not write an answer which its memory has already
+    (clear the results before).  Not compared: memory behind addresses in device memory.  Not put
+    back: such memory, what host functions do, and random numbers that torch draws (both runs draw
+    the same).  A kernel that waits for another node of the same graph waits for ever.  At most 256
+    pairs are run for missing edges.  No other stream may write the memory meanwhile.
 
     Raises GraphError for a node that runs in no other graph (a conditional node, alloc and free
     nodes), InputError if more than `limit` bytes would have to be saved, CaptureError if the stream
@@ -278,6 +281,9 @@ class _Comparison:
         """The first pair with a node that must not run, and why; or None."""
         self._spans = [self._spans_of(i, j) for i, j in self._pairs]
         self._saved = self._save(limit)
+        self._overwritten = [memory for side in (0, 1) for memory in self._first_written(side)]
+        self._blank: Sequence[MemoryRange] = ()
+        """Memory that is filled with zeros before each run."""
         most = max((_count(spans) for spans in self._spans), default=0)
         self._out = allocate(stream.context, 2 * max(most, 1), np.uint64)
         self._digest_kernel = probe(stream.context, "ostinato_digest")
@@ -355,9 +361,30 @@ class _Comparison:
             saved.append((memory, copy))
         return saved
 
+    def _first_written(self, side: int) -> Iterator[MemoryRange]:
+        """Yields memory whose content before the run cannot matter, as far as signatures say: the
+        first node that uses it only writes it."""
+        seen: list[MemoryRange] = []
+        for at, one in enumerate(self._sides[side].nodes):
+            touches = self._sides[side].touches[at].values()
+            for touch in self._written(side, at):
+                memory, params = touch.range, one.node.params
+                before = bisect_left(seen, memory.end, key=lambda other: other.address)
+                alone = sum(memory.overlaps(other.range) for other in touches) == 1
+                if (before and seen[before - 1].end > memory.address) or not alone:
+                    continue
+                if isinstance(params, MemcpyNodeParams | MemsetNodeParams):
+                    if params.height == 1 and getattr(params, "depth", 1) == 1:
+                        yield memory
+                elif _word_of(one.node, touch).only_written:
+                    yield memory
+            seen = merged((*seen, *(touch.range for touch in touches)))
+
     def _restore(self) -> None:
         for memory, copy in self._saved:
             self._driver.memcpy(memory.address, copy.address, memory.nbytes, self._stream.handle)
+        for memory in self._blank:
+            self._driver.memset(memory.address, 0, 1, memory.nbytes, self._stream.handle)
 
     def _read(self, address: int, nbytes: int) -> _Bytes:
         out = np.empty(nbytes, np.uint8)
@@ -438,8 +465,15 @@ class _Comparison:
             self._stream.synchronize()
 
         try:
-            return self._in_order() or self._out_of_order()
+            found = self._in_order() or self._out_of_order()
+            if found is None and self._overwritten:
+                # An earlier run may have left an answer that one of the two does not write.
+                self._blank = self._overwritten
+                self._restore()
+                found = self._in_order()
+            return found
         finally:
+            self._blank = ()
             put_back(write, lost)
 
     def _in_order(self) -> FirstDifference | None:
@@ -448,11 +482,14 @@ class _Comparison:
         for (i, _), spans in zip(pairs, self._spans, strict=False):
             marks.append(self._marked(_Way(0, (), () if i is None else (i,)), spans))
         self._restore()
-        for k, pair in enumerate(pairs):
-            spans, ways = self._spans[k], (self._way(0, k), self._way(1, k))
-            mark = (self._marked if self._aligned else self._again)(ways[1], spans)
+        for k, (pair, spans) in enumerate(zip(pairs, self._spans, strict=False)):
+            if self._aligned:  # what comes before has run
+                mark = self._marked(_Way(1, (), () if pair[1] is None else (pair[1],)), spans)
+            else:
+                mark = self._again(self._way(1, k), spans)
             if np.array_equal(marks[k][1], mark[1]):
                 continue
+            ways = self._way(0, k), self._way(1, k)
             found = self._differ(ways, spans, (marks[k], mark))
             # Both were run again, the second one last.
             again = [self._again(way, spans) for way in ways]
@@ -741,34 +778,44 @@ def _pairs(a: _Side, b: _Side) -> list[_Pair]:
     """Pairs the nodes of two runs, in the order of the first; None for a node without a partner."""
     looks = [[_looks(side, at) for at in range(len(side.nodes))] for side in (a, b)]
     order: dict[int, int] = {}
-    left = list(range(len(b.nodes)))
-    ahead: Counter[object] = Counter(each for one in looks[0] for each in (one, one[:2]))
+    ahead = Counter(each for one in looks[0] for each in (one, one[:2], one[:1]))
+    left: dict[object, dict[int, None]] = {}
+    for j, one in enumerate(looks[1]):
+        for each in (one, one[:2], one[:1], one[0][0]):
+            left.setdefault(each, {})[j] = None
 
     def displaced(i: int, j: int) -> bool:
         """False if both wait for nodes that are pairs."""
         return {order.get(at) for at in a.nodes[i].after} != {*b.nodes[j].after}
 
+    def partners(mine: _Looks) -> Iterator[list[int]]:
+        """Yields nodes that may be the partner, the likeliest first: alike, alike but for
+        addresses, of one name; the latter two first without those that later nodes are alike to."""
+        yield [*left.get(mine, ())]
+        for part in (mine[:2], mine[:1]):
+            yield [
+                j
+                for j in left.get(part, ())
+                if not ahead[looks[1][j]] and (part == mine[:2] or not ahead[looks[1][j][:2]])
+            ]
+        yield [*left.get(mine[:1], ())]
+
     for by_name in (True, False):  # first those of one name, then another kernel in the same place
         for i, mine in enumerate(looks[0]):
             if i in order:
                 continue
-
-            def rank(j: int, mine: _Looks = mine, i: int = i) -> tuple[bool, ...]:
-                """False comes first: alike, alike but for addresses; each if to no later node."""
-                theirs = looks[1][j]
-                same = theirs != mine, ahead[theirs] > 0
-                return *same, theirs[:2] != mine[:2], ahead[theirs[:2]] > 0, displaced(i, j)
-
+            ahead.subtract((mine, mine[:2], mine[:1]) if by_name else ())
             if by_name:
-                able = [j for j in left if looks[1][j][0] == mine[0]]
+                able = next(filter(None, partners(mine)), [])
             else:
-                able = [j for j in left if looks[1][j][0][0] == mine[0][0] and not displaced(i, j)]
+                able = [j for j in left.get(mine[0][0], ()) if not displaced(i, j)]
             if able:
-                order[i] = min(able, key=rank)
-                left.remove(order[i])
-            ahead.subtract({mine: by_name, mine[:2]: by_name})
+                order[i] = j = next((j for j in able if not displaced(i, j)), able[0])
+                one = looks[1][j]
+                for each in (one, one[:2], one[:1], one[0][0]):
+                    del left[each][j]
     pairs: list[_Pair] = [(i, order.get(i)) for i in range(len(a.nodes))]
-    for j in left:  # after all that it waits for
+    for j in sorted({j for group in left.values() for j in group}):  # after all it waits for
         waits = [
             k
             for k, (_, other) in enumerate(pairs)
