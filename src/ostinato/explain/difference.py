@@ -13,7 +13,6 @@ another one in the other.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -157,8 +156,8 @@ def first_difference(
     executable, or a function without arguments, which is captured on `stream`.  They may use the
     same memory or each its own: then what their arguments point at is compared place by place.
     If no node differs, each pair of nodes that only one graph orders, and that use the same memory,
-    is run in both orders; then both run once more with zeros in memory that, by the signatures, a
-    run overwrites before it reads it.  `names` stand for the runs in texts.
+    is run in both orders; then both run once more from zeros in memory that a node, by its
+    signature, writes and does not read.  `names` stand for the runs in texts.
 
     `limit`: the most bytes of memory to save, which the nodes can reach by pointers that are not
     known to be read only; None: half of the free memory of the device.
@@ -281,7 +280,7 @@ class _Comparison:
         """The first pair with a node that must not run, and why; or None."""
         self._spans = [self._spans_of(i, j) for i, j in self._pairs]
         self._saved = self._save(limit)
-        self._overwritten = [memory for side in (0, 1) for memory in self._first_written(side)]
+        self._results = merged(m for side in (0, 1) for m in self._only_written(side))
         self._blank: Sequence[MemoryRange] = ()
         """Memory that is filled with zeros before each run."""
         most = max((_count(spans) for spans in self._spans), default=0)
@@ -361,24 +360,13 @@ class _Comparison:
             saved.append((memory, copy))
         return saved
 
-    def _first_written(self, side: int) -> Iterator[MemoryRange]:
-        """Yields memory whose content before the run cannot matter, as far as signatures say: the
-        first node that uses it only writes it."""
-        seen: list[MemoryRange] = []
+    def _only_written(self, side: int) -> Iterator[MemoryRange]:
+        """Yields memory that a node writes and does not read, as far as signatures say."""
         for at, one in enumerate(self._sides[side].nodes):
-            touches = self._sides[side].touches[at].values()
             for touch in self._written(side, at):
-                memory, params = touch.range, one.node.params
-                before = bisect_left(seen, memory.end, key=lambda other: other.address)
-                alone = sum(memory.overlaps(other.range) for other in touches) == 1
-                if (before and seen[before - 1].end > memory.address) or not alone:
-                    continue
-                if isinstance(params, MemcpyNodeParams | MemsetNodeParams):
-                    if params.height == 1 and getattr(params, "depth", 1) == 1:
-                        yield memory
-                elif _word_of(one.node, touch).only_written:
-                    yield memory
-            seen = merged((*seen, *(touch.range for touch in touches)))
+                kernel = isinstance(one.node.params, KernelNodeParams)
+                if not kernel or _word_of(one.node, touch).only_written:
+                    yield touch.range
 
     def _restore(self) -> None:
         for memory, copy in self._saved:
@@ -466,9 +454,9 @@ class _Comparison:
 
         try:
             found = self._in_order() or self._out_of_order()
-            if found is None and self._overwritten:
+            if found is None and self._results:
                 # An earlier run may have left an answer that one of the two does not write.
-                self._blank = self._overwritten
+                self._blank = self._results
                 self._restore()
                 found = self._in_order()
             return found
