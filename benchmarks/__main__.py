@@ -30,6 +30,7 @@ NAMES = (
     "prompt_attention",
     "serve",
     "tuning",
+    "node_times",
 )
 
 

@@ -28,6 +28,7 @@ from benchmarks import (
     join,
     launch_cost,
     load,
+    node_times,
     peers,
     replay_cost,
     soak,
@@ -74,7 +75,7 @@ def last_line(text: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     "benchmark",
     [
-        *(replay_cost, launch_cost, change_cost, soak, join, weights),
+        *(replay_cost, launch_cost, change_cost, soak, join, weights, node_times),
         pytest.param(streams, marks=pytest.mark.slow),
     ],
     ids=lambda b: b.__name__,

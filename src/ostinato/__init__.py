@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ostinato.driver.stream import Operation as Operation
     from ostinato.driver.stream import Stream as Stream
     from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.explain import first_difference as first_difference
     from ostinato.graph import Capture as Capture
     from ostinato.graph import Graph as Graph
     from ostinato.graph import GraphExec as GraphExec
@@ -101,6 +102,7 @@ _HOMES = {
     "compile": "modules.offline",
     "copy": "memory",
     "fill": "memory",
+    "first_difference": "explain",
     "host_kernel": "driver.host.kernel",
     "kernel": "modules.source",
     "launch": "graph",

@@ -52,6 +52,7 @@ class Device(Closeable):
         self.context = Context(driver)
         self.modules = ModuleCache(self.context)
         """Kernels compiled once and loaded once on this device."""
+        self.context.modules = self.modules
         self._copies: Stream | None = None
         self._lock = new_lock()
         # For a device that is dropped without `close()`: ends its threads and frees its memory.

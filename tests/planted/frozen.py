@@ -20,7 +20,8 @@ from tests.planted.programme import (
 
 @plant(
     Caught.CHECK,
-    r"argument 1 of operation 0 \(total\) is n=3 in the graph and n=5 now",
+    r"argument 1 of operation 0 \(total\) is n=3 in the graph and n=5 now; "
+    r"the first node to differ is node 0 \(total\), argument 3 \(out\) at \[0\]: ",
     thread="huggingface/transformers#45323",
     cause=Cause.FROZEN,
     verify=1,

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ostinato.driver.api import (
     CaptureMode,
@@ -220,6 +220,8 @@ class Context:
         self.space: Space = space_of(driver)
         """Its memory, which decides what may be used together; shared by two devices on one GPU."""
         self.taps: tuple[Tap, ...] = ()
+        self.modules: Any = None
+        """The module cache of its device, for code that has no device; None without a device."""
         self.memory_epoch: object = object()
         """An object that is replaced each time that memory of the context is closed."""
         self.owners: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()

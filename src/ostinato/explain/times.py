@@ -1,4 +1,5 @@
-"""The host time of replays: upload, launch, synchronise, in seconds."""
+"""The host time of replays: upload, launch, synchronise, in seconds.  `graph.timing` has the times
+of nodes."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import ContextPoisonedError, InputError, OstinatoError
 from ostinato.graph import GraphExec
+from ostinato.graph.timing import trace_event
 from ostinato.settings import ReplaySettings, ResolvedReplaySettings, replay_settings
 
 _log = logging.getLogger(__name__)
@@ -169,18 +171,8 @@ class ReplayProfile:
             for part in ("upload", "launch", "synchronize"):
                 duration = getattr(event, part)
                 if duration:
-                    trace.append(
-                        {
-                            "name": part,
-                            "cat": "replay",
-                            "ph": "X",
-                            "ts": 1e6 * at,
-                            "dur": 1e6 * duration,
-                            "pid": 0,
-                            "tid": 0,
-                            "args": {"key": event.key, "number": event.number},
-                        }
-                    )
+                    told = {"key": event.key, "number": event.number}
+                    trace.append(trace_event(part, "replay", at, duration, told))
                 at += duration
         return {"traceEvents": trace, "displayTimeUnit": "ns"}
 

@@ -41,6 +41,7 @@ from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.location import caller_line
 from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_callable
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
+from ostinato.graph.flat import FlatNode, flat_nodes
 from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
 from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import (
@@ -263,6 +264,11 @@ class Graph(Closeable):
         """
         wanted = None if kind is None else named_choice("kind", kind, NodeKind)
         return sum(1 for n in every_node(self.nodes()) if wanted is None or n.kind is wanted)
+
+    def flat_nodes(self) -> tuple[FlatNode, ...]:
+        """Returns all nodes, child graphs taken apart, each after those that it waits for.  Raises
+        GraphError for a node that no other graph can hold."""
+        return flat_nodes(self.context.driver, self.handle, self.nodes())
 
     def edges(self) -> tuple[Edge, ...]:
         """The dependencies between the graph's own nodes, with their data."""

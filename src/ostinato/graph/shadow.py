@@ -288,7 +288,7 @@ class Shadow:
         if now is None:
             now = self._given.get(node.handle)
         if now is None:
-            now = self._given[node.handle] = _given(node)
+            now = self._given[node.handle] = as_given(node)
         return now
 
     def params(self, node: Node) -> NodeParams:
@@ -598,7 +598,8 @@ class Shadow:
         self._given = {}
 
 
-def _given(node: Node) -> Setting:
+def as_given(node: Node) -> Setting:
+    """Returns the content of a node of a definition."""
     reach: dict[int, int] = {}
     if isinstance(node.params, KernelNodeParams):
         reach = given_reach(node.params.arguments.data, node.keep)

@@ -114,6 +114,8 @@ class Word:
     place: str = ""
     written: bool = True
     """False only if it is known that the node does not write through it."""
+    only_written: bool = False
+    """True only if it is known that the node writes through it and does not read."""
 
     @property
     def key(self) -> WordPlace:
@@ -133,19 +135,20 @@ def words_of(
         typed = signature.parameters
     found = []
     for index, (slot, parameter) in enumerate(zip(layout, typed, strict=True)):
-        sort, holds, written, name = Sort.UNKNOWN, None, True, ""
+        sort, holds, access, name = Sort.UNKNOWN, None, Access.READ | Access.WRITE, ""
         if parameter is not None:
             name = f" ({parameter.name})"
             if parameter.pointer:
                 sort, holds = Sort.POINTER, parameter.dtype
-                written = Access.WRITE in parameter.access
+                access = parameter.access
             elif parameter.type != "bytes":
                 sort = Sort.SCALAR
         holds = None if holds is BYTES else holds
         for at in slot.words:
             inside = "" if at == slot.offset else f" +{at - slot.offset}"
             place = f"argument {index}"
-            found.append(Word(at, place + name + inside, sort, holds, place + inside, written))
+            flags = Access.WRITE in access, access is Access.WRITE
+            found.append(Word(at, place + name + inside, sort, holds, place + inside, *flags))
     return tuple(found)
 
 

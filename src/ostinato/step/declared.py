@@ -20,10 +20,10 @@ import numpy as np
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.stream import Operation, Stream
-from ostinato.errors import DriverError
-from ostinato.explain.difference import first_drift
+from ostinato.errors import ContextPoisonedError, DriverError, OstinatoError, StateLostError
+from ostinato.explain.difference import first_difference, first_drift
 from ostinato.explain.races import unordered
-from ostinato.graph import GraphExec, operations
+from ostinato.graph import GraphExec, Recorded, build_graph, operations
 from ostinato.memory.restoring import put_back
 from ostinato.step.check import Cause, Finding, Memory
 from ostinato.step.slots import Slot, Values, everywhere
@@ -64,6 +64,7 @@ class Declared(Memory[_Content]):
         self._slots = [slot for slot in slots if slot.role != "scratch"]
         self._rows = {slot.name: slot.rows(sizes) for slot in self._slots}
         self._stream, self._executable, self._run = stream, executable, run
+        self._most = limit + sum(slot.buffer.nbytes for slot in slots)
         self._memory = Undeclared(stream, [*(slot.buffer.range for slot in slots), *own], limit)
         if executable is not None:
             self._memory.save_written(executable)
@@ -188,7 +189,27 @@ class Declared(Memory[_Content]):
             assert self._executable is not None
             nodes = self._executable.nodes()
             drift = first_drift(nodes, eager.operations or (), ("in the graph", "now"))
-        return Finding(where, what if drift is None else f"{what}; {drift}", cause)
+            what = "; ".join(filter(None, (what, drift, self._node(before, eager, turn))))
+        elif drift is not None:
+            what = f"{what}; {drift}"
+        return Finding(where, what, cause)
+
+    def _node(self, before: _Content, eager: _Content, turn: int) -> str | None:
+        """Describes the first node whose memory differs between the operations of the eager run and
+        the graph; None if none does, or they cannot be run one by one."""
+        assert self._executable is not None
+        self._start(before, turn, turn, eager)
+        recorded = [Recorded(operation, None) for operation in eager.operations or ()]
+        options: dict[str, Any] = {"limit": self._most}
+        options["names"] = "the eager run", "the replay"
+        try:
+            with build_graph(self._stream, recorded, serial=True) as graph:
+                found = first_difference(self._stream, graph, self._executable, **options)
+        except (ContextPoisonedError, StateLostError):
+            raise
+        except OstinatoError:
+            return None
+        return None if found is None else f"the first node to differ is {found.line()}"
 
     def _cause(self, before: _Content, a: _Content, turn: int) -> tuple[Cause, str | None]:
         """Returns why the eager run and a replay differ; and, if the launches of two eager runs

@@ -108,7 +108,7 @@ def read_outline(
     if readable:
         places: dict[int, str] = {}
         nodes = _shown(nodes, places)
-        _name_places(context, nodes, places)
+        name_places(context, nodes, places)
     return _outline(context.driver, handle, nodes, "")
 
 
@@ -125,7 +125,7 @@ def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:
     )
 
 
-def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, str]) -> None:
+def name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, str]) -> None:
     """Adds a text for each address in a named buffer to `places`."""
     for node in nodes:
         found = [(p.address, p.allocation) for a in node.arguments for p in a.pointers]
@@ -139,7 +139,7 @@ def _name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, st
                 into = address - allocation.address
                 places[address] = f"{name}+{into}" if into else name
         for body in node.children:
-            _name_places(context, body, places)
+            name_places(context, body, places)
 
 
 def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title: str) -> Outline:

@@ -1,0 +1,42 @@
+// Kernels that look at a run of a graph from between its nodes (graph/probes.py).
+
+#define KERNEL extern "C" __global__ void
+
+typedef unsigned long long Word;
+
+// Writes the time to slot `at`, in nanoseconds of a clock of the device.  One thread.
+KERNEL ostinato_stamp(Word* slots, const unsigned at) {
+    Word now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    slots[at] = now;
+}
+
+__device__ Word mixed(Word x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+// Writes a digest of 64 bits of each piece of `size` bytes, the last of which may be shorter: the
+// sum of all words of 8 bytes, each mixed with its place.  One block a piece.
+KERNEL ostinato_digest(const unsigned char* memory, const Word nbytes, const Word size, Word* out) {
+    __shared__ Word sum;
+    if (threadIdx.x == 0) sum = 0;
+    __syncthreads();
+    const Word begin = blockIdx.x * size;
+    const Word length = nbytes - begin < size ? nbytes - begin : size;
+    const unsigned char* piece = memory + begin;
+    const bool whole = (Word)piece % 8 == 0;
+    Word own = 0;
+    for (Word i = threadIdx.x; i < (length + 7) / 8; i += blockDim.x) {
+        Word word = 0;
+        if (whole && 8 * i + 8 <= length)
+            word = ((const Word*)piece)[i];
+        else
+            for (Word k = 8 * i; k < length && k < 8 * i + 8; ++k) word = word << 8 | piece[k];
+        own += mixed(word + 0x9e3779b97f4a7c15ull * (i + 1));
+    }
+    atomicAdd(&sum, own);
+    __syncthreads();
+    if (threadIdx.x == 0) out[blockIdx.x] = sum;
+}

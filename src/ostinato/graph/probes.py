@@ -1,0 +1,45 @@
+"""Kernels that look at a run of a graph from between its nodes: a timer, and a digest of memory."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ostinato.driver.context import Context
+from ostinato.driver.host.kernel import host_kernel
+from ostinato.modules import Kernel, Source
+
+PIECE = 1 << 16
+"""Bytes of memory that have one digest."""
+
+
+@host_kernel("slots: *u64, at: u32", name="ostinato_stamp")
+def _stamp(launch: Any, slots: Any, at: int) -> None:
+    slots[at] = time.perf_counter_ns()
+
+
+@host_kernel("memory: *const bytes, nbytes: u64, size: u64, out: *out u64", name="ostinato_digest")
+def _digest(launch: Any, memory: Any, nbytes: int, size: int, out: Any) -> None:
+    for place, at in enumerate(range(0, nbytes, size)):
+        piece = memory[at : min(at + size, nbytes)]
+        out[place] = np.frombuffer(hashlib.blake2b(piece, digest_size=8).digest(), np.uint64)[0]
+
+
+@functools.cache
+def source() -> Source:
+    """Returns the source of both kernels."""
+    text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return Source(text, host=[_stamp, _digest], name="probes.cu")
+
+
+def probe(context: Context, name: str) -> Kernel:
+    """Returns "ostinato_stamp" or "ostinato_digest", compiled and loaded at the first call.  Raises
+    the errors of `ModuleCache.get_or_compile`."""
+    kernel = context.modules.get_or_compile(source(), name)
+    assert isinstance(kernel, Kernel)
+    return kernel
