@@ -1136,6 +1136,35 @@ typedef struct {
     int held; /* true if the last call succeeded, so that the executable's arguments equal `data` */
 } KernelNode;
 
+/* Makes an object with its own copy of the argument bytes.  The caller fills in the calls, the
+ * handles, and the `count` words of arguments that are not packed. */
+static KernelNode *
+new_kernel_node(PyTypeObject *type, const NodeParams *params, Py_ssize_t count, const char *data,
+                size_t size, int packed)
+{
+    KernelNode *self = (KernelNode *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->params = *params;
+    self->size = size;
+    self->words = PyMem_Malloc((size_t)count * sizeof(void *) + size + 1);
+    if (self->words == NULL) {
+        Py_DECREF(self);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    self->data = (unsigned char *)(self->words + count);
+    memcpy(self->data, data, size);
+    if (packed) { /* CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END */
+        void *extra[EXTRA_WORDS] = {(void *)1, self->data, (void *)2, &self->size, NULL};
+        memcpy(self->words, extra, sizeof extra);
+        self->params.extra = size ? self->words : NULL;
+    }
+    else
+        self->params.params = count ? self->words : NULL;
+    return self;
+}
+
 static PyObject *
 kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -1161,36 +1190,19 @@ kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "offsets are a tuple, or None for packed arguments");
         return NULL;
     }
-    KernelNode *self = (KernelNode *)new_object(type);
+    KernelNode *self = new_kernel_node(type, &params, packed ? EXTRA_WORDS : PyTuple_Size(offsets),
+                                       data, (size_t)size, packed);
     if (self == NULL)
         return NULL;
-    Py_ssize_t count = packed ? EXTRA_WORDS : PyTuple_Size(offsets);
-    params.context = context;
     self->set = (set_function)set;
     self->current = (current_function)current;
-    self->context = context;
+    self->context = self->params.context = context;
     self->executable = executable;
     self->node = node;
-    self->params = params;
-    self->size = (size_t)size;
-    self->words = PyMem_Malloc(count * sizeof(void *) + size + 1);
-    if (self->words == NULL) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
-    }
-    self->data = (unsigned char *)(self->words + count);
-    memcpy(self->data, data, size);
-    if (packed) { /* CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END */
-        void *extra[EXTRA_WORDS] = {(void *)1, self->data, (void *)2, &self->size, NULL};
-        memcpy(self->words, extra, sizeof extra);
-        self->params.extra = size ? self->words : NULL;
-        return (PyObject *)self;
-    }
-    if (!point_into(self->words, offsets, (char *)self->data, size)) {
+    if (!packed && !point_into(self->words, offsets, (char *)self->data, size)) {
         Py_DECREF(self);
         return NULL;
     }
-    self->params.params = count ? self->words : NULL;
     return (PyObject *)self;
 }
 
@@ -1507,111 +1519,143 @@ read_raw(type_function type, params_function params, attribute_function attribut
     return 0;
 }
 
-/* Copies the arguments that kernelParams point to into bytes.  `layout`: a 32-bit offset and a
- * 32-bit size for each argument. */
-static PyObject *
-gather(void *const *params, PyObject *layout)
+/* One node of a definition as `read_nodes` returns it.  `kind`: CUgraphNodeType, or -1 for a kernel
+ * that Python must read.  Of a kernel: the argument bytes begin at `start` of all bytes, and
+ * `shape` is an index. */
+typedef struct {
+    uint64_t function, start;
+    uint32_t size, shape;
+    int32_t kind;
+    uint32_t packed;
+} Record;
+_Static_assert(sizeof(Record) == 32, "as in driver/cuda/frozen.py");
+
+/* A function's layout: a 32-bit offset and a 32-bit size for each argument. */
+typedef struct {
+    const char *text;
+    Py_ssize_t count;
+    uint32_t size; /* the end of the last argument */
+} Layout;
+
+/* Finds a function's layout, which `layouts` keeps alive.  Returns 0 with an exception set. */
+static int
+find_layout(void *function, PyObject *layouts, PyObject *missing, Layout *found)
 {
+    PyObject *key = PyLong_FromVoidPtr(function), *layout = NULL;
     char *text;
-    Py_ssize_t length, size = 0;
-    if (PyBytes_AsStringAndSize(layout, &text, &length) < 0)
-        return NULL;
-    Py_ssize_t count = length / 8;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    Py_ssize_t length;
+    if (key != NULL)
+        layout = Py_XNewRef(PyDict_GetItemWithError(layouts, key));
+    if (key != NULL && layout == NULL && missing != NULL && !PyErr_Occurred()) {
+        layout = PyObject_CallFunctionObjArgs(missing, key, NULL);
+        if (layout != NULL && PyDict_SetItem(layouts, key, layout) < 0)
+            Py_CLEAR(layout);
+    }
+    if (key != NULL && layout == NULL && !PyErr_Occurred())
+        PyErr_SetObject(PyExc_KeyError, key);
+    Py_XDECREF(key);
+    if (layout == NULL)
+        return 0;
+    int good = PyBytes_AsStringAndSize(layout, &text, &length) == 0;
+    Py_DECREF(layout);
+    if (!good)
+        return 0;
+    *found = (Layout){text, length / 8, 0};
+    for (Py_ssize_t i = 0; i < found->count; i++) {
         uint32_t pair[2];
         memcpy(pair, text + 8 * i, 8);
-        if ((Py_ssize_t)pair[0] + pair[1] > size)
-            size = (Py_ssize_t)pair[0] + pair[1];
+        if (pair[0] + pair[1] > found->size)
+            found->size = pair[0] + pair[1];
     }
-    PyObject *made = PyBytes_FromStringAndSize(NULL, size);
-    if (made == NULL)
-        return NULL;
-    char *data = PyBytes_AsString(made);
-    memset(data, 0, size);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t pair[2];
-        memcpy(pair, text + 8 * i, 8);
-        if (params[i] != NULL)
-            memcpy(data + pair[0], params[i], pair[1]);
-    }
-    return made;
+    return 1;
 }
 
-/* Returns the argument bytes of a node's `extra`: pairs of key and value up to key 0.  Key 1: the
+/* Finds the argument bytes of a node's `extra`: pairs of key and value up to key 0.  Key 1: the
  * buffer; key 2: the address of its size. */
-static PyObject *
-packed_bytes(void *const *extra)
+static const void *
+packed_buffer(void *const *extra, uint32_t *size)
 {
-    const char *buffer = NULL;
-    size_t size = 0;
+    const void *buffer = NULL;
+    *size = 0;
     for (int i = 0; i < MOST_EXTRA && extra[i] != NULL; i += 2) {
         if ((uintptr_t)extra[i] == 1)
             buffer = extra[i + 1];
         else if ((uintptr_t)extra[i] == 2 && extra[i + 1] != NULL)
-            size = *(const size_t *)extra[i + 1];
+            *size = (uint32_t)*(const size_t *)extra[i + 1];
     }
-    return PyBytes_FromStringAndSize(buffer, buffer == NULL ? 0 : (Py_ssize_t)size);
+    if (buffer == NULL)
+        *size = 0;
+    return buffer;
 }
 
-/* The last shapes and their bytes objects: most nodes have one of a few shapes, and share them. */
-enum { RECENT = 8 };
-
-typedef struct {
-    const Shape *raw[RECENT];
-    PyObject *bytes[RECENT];
-    int next;
-} Recent;
-
-static PyObject *
-shape_bytes(const Shape *shape, Py_ssize_t size, Recent *recent)
+/* Appends a shape to the list unless it is one of the last ones, as that of most nodes is.  Returns
+ * its index, or -1 with an exception set. */
+static Py_ssize_t
+shape_index(const Shape *shape, Py_ssize_t size, PyObject *shapes)
 {
-    for (int i = 0; i < RECENT && recent->bytes[i] != NULL; i++)
-        if (memcmp(recent->raw[i], shape, (size_t)size) == 0)
-            return Py_NewRef(recent->bytes[i]);
+    enum { RECENT = 8 };
+    Py_ssize_t count = PyList_Size(shapes);
+    for (Py_ssize_t i = count - 1; i >= 0 && i >= count - RECENT; i--)
+        if (memcmp(PyBytes_AsString(PyList_GetItem(shapes, i)), shape, (size_t)size) == 0)
+            return i;
     PyObject *made = PyBytes_FromStringAndSize((const char *)shape, size);
-    if (made == NULL)
-        return NULL;
-    Py_XDECREF(recent->bytes[recent->next]);
-    recent->bytes[recent->next] = Py_NewRef(made);
-    recent->raw[recent->next] = shape;
-    recent->next = (recent->next + 1) % RECENT;
-    return made;
+    int failed = made == NULL || PyList_Append(shapes, made) < 0;
+    Py_XDECREF(made);
+    return failed ? -1 : count;
 }
 
-/* Returns the entry of a node for `read_nodes`; None for a kernel that Python must read. */
+/* Fills the records, and returns all argument bytes, those of each node at a multiple of 8. */
 static PyObject *
-as_entry(const Raw *raw, Py_ssize_t shape_size, Recent *recent, PyObject *layouts,
-         PyObject *missing)
+gather(const Raw *raw, Py_ssize_t count, Py_ssize_t shape_size, PyObject *shapes,
+       PyObject *layouts, PyObject *missing, Record *records)
 {
-    if (raw->kind != 0)
-        return PyLong_FromLong(raw->kind);
-    if (raw->params.function == NULL)
-        Py_RETURN_NONE;
-    PyObject *function = PyLong_FromVoidPtr(raw->params.function), *made = NULL, *data = NULL;
-    if (function == NULL)
-        return NULL;
-    PyObject *layout = Py_XNewRef(PyDict_GetItemWithError(layouts, function));
-    if (layout == NULL && !PyErr_Occurred()) {
-        layout = PyObject_CallFunctionObjArgs(missing, function, NULL);
-        if (layout != NULL && PyDict_SetItem(layouts, function, layout) < 0)
-            Py_CLEAR(layout);
+    struct source {
+        const void *buffer; /* the bytes of packed arguments */
+        Layout layout;
+    } *sources = PyMem_Calloc((size_t)count + 1, sizeof(struct source));
+    PyObject *made = NULL;
+    uint64_t total = 0;
+    if (sources == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const NodeParams *params = &raw[i].params;
+        Record *record = records + i;
+        record->kind = raw[i].kind == 0 && params->function == NULL ? -1 : raw[i].kind;
+        if (record->kind != 0)
+            continue;
+        if (i > 0 && records[i - 1].function == (uintptr_t)params->function)
+            sources[i].layout = sources[i - 1].layout;
+        else if (!find_layout(params->function, layouts, missing, &sources[i].layout))
+            goto end;
+        record->function = (uintptr_t)params->function;
+        record->start = total;
+        if (params->params != NULL && sources[i].layout.count)
+            record->size = sources[i].layout.size;
+        else if ((record->packed = params->extra != NULL))
+            sources[i].buffer = packed_buffer(params->extra, &record->size);
+        Py_ssize_t shape = shape_index(&raw[i].shape, shape_size, shapes);
+        if (shape < 0)
+            goto end;
+        record->shape = (uint32_t)shape;
+        total += ((uint64_t)record->size + 7) / 8 * 8;
     }
-    int packed = 0;
-    if (layout != NULL) {
-        if (raw->params.params != NULL && PyBytes_Size(layout) > 0)
-            data = gather(raw->params.params, layout);
-        else if ((packed = raw->params.extra != NULL))
-            data = packed_bytes(raw->params.extra);
-        else
-            data = PyBytes_FromStringAndSize(NULL, 0);
+    if ((made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)total)) == NULL)
+        goto end;
+    char *data = PyBytes_AsString(made);
+    memset(data, 0, total);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Record *record = records + i;
+        if (record->packed)
+            memcpy(data + record->start, sources[i].buffer, record->size);
+        for (Py_ssize_t a = 0; record->size && !record->packed && a < sources[i].layout.count; a++) {
+            uint32_t pair[2];
+            memcpy(pair, sources[i].layout.text + 8 * a, 8);
+            if (raw[i].params.params[a] != NULL)
+                memcpy(data + record->start + pair[0], raw[i].params.params[a], pair[1]);
+        }
     }
-    PyObject *shape = data == NULL ? NULL : shape_bytes(&raw->shape, shape_size, recent);
-    if (shape != NULL)
-        made = PyTuple_Pack(4, function, shape, data, packed ? Py_True : Py_False);
-    Py_XDECREF(shape);
-    Py_XDECREF(data);
-    Py_XDECREF(layout);
-    Py_DECREF(function);
+end:
+    PyMem_Free(sources);
     return made;
 }
 
@@ -1620,7 +1664,7 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
 {
     void *type, *params, *attribute, *nodes;
     Py_ssize_t count;
-    PyObject *identities, *layouts, *missing, *list = NULL;
+    PyObject *identities, *layouts, *missing, *result = NULL;
     int which[MOST_ATTRIBUTES], status;
     if (!PyArg_ParseTuple(args, "(O&O&O&)O&nO!O!O", as_pointer, &type, as_pointer, &params,
                           as_pointer, &attribute, as_pointer, &nodes, &count, &PyTuple_Type,
@@ -1648,17 +1692,81 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
         return PyLong_FromLong(status);
     }
     Py_ssize_t shape_size = LAUNCH_BYTES + attributes * (Py_ssize_t)sizeof raw->shape.attributes[0];
-    Recent recent = {0};
-    list = PyList_New(count);
-    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-        PyObject *entry = as_entry(raw + i, shape_size, &recent, layouts, missing);
-        if (entry == NULL || PyList_SetItem(list, i, entry) < 0)
-            Py_CLEAR(list);
+    PyObject *records = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(Record));
+    PyObject *shapes = PyList_New(0), *data = NULL;
+    if (records != NULL && shapes != NULL) {
+        Record *first = (Record *)PyBytes_AsString(records);
+        memset(first, 0, (size_t)count * sizeof(Record));
+        data = gather(raw, count, shape_size, shapes, layouts, missing, first);
     }
-    for (int i = 0; i < RECENT; i++)
-        Py_XDECREF(recent.bytes[i]);
     PyMem_Free(raw);
+    if (data != NULL)
+        result = PyTuple_Pack(3, records, shapes, data);
+    Py_XDECREF(records);
+    Py_XDECREF(shapes);
+    Py_XDECREF(data);
+    return result;
+}
+
+/* Makes a KernelNode of each of some nodes that `read_nodes` has read, for an executable. */
+static PyObject *
+kernel_nodes(PyObject *module, PyObject *args)
+{
+    State *state = PyModule_GetState(module);
+    void *set, *current, *context, *executable;
+    PyObject *handles, *indices, *shapes, *layouts, *list = NULL;
+    const char *text, *data;
+    Py_ssize_t length, bytes;
+    if (!PyArg_ParseTuple(args, "(O&O&)O&O&O!O!y#O!y#O!", as_pointer, &set, as_pointer, &current,
+                          as_pointer, &context, as_pointer, &executable, &PyList_Type, &handles,
+                          &PyList_Type, &indices, &text, &length, &PyList_Type, &shapes, &data,
+                          &bytes, &PyDict_Type, &layouts))
+        return NULL;
+    Py_ssize_t count = PyList_Size(indices), known = length / (Py_ssize_t)sizeof(Record);
+    const Record *records = (const Record *)text;
+    list = PyList_Size(handles) == count ? PyList_New(count) : NULL;
+    if (list == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "there are not as many handles as indices");
+    void *last = NULL; /* the function whose layout was found last */
+    Layout layout = {0};
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        Py_ssize_t index = PyLong_AsSsize_t(PyList_GetItem(indices, i));
+        const Record *record = records + index;
+        void *node = PyLong_AsVoidPtr(PyList_GetItem(handles, i));
+        PyObject *shape;
+        if (PyErr_Occurred())
+            goto fail;
+        if (index < 0 || index >= known || record->kind != 0 ||
+            record->start + record->size > (uint64_t)bytes ||
+            (shape = PyList_GetItem(shapes, record->shape)) == NULL) {
+            PyErr_SetString(PyExc_ValueError, "no kernel that was read has this index");
+            goto fail;
+        }
+        NodeParams params = {.function = (void *)(uintptr_t)record->function, .context = context};
+        memcpy(params.grid, PyBytes_AsString(shape), LAUNCH_BYTES);
+        if (params.function != last && !find_layout(last = params.function, layouts, NULL, &layout))
+            goto fail;
+        Py_ssize_t words = record->packed ? EXTRA_WORDS : record->size ? layout.count : 0;
+        KernelNode *made = new_kernel_node(state->types[KERNEL_NODE], &params, words,
+                                           data + record->start, record->size, record->packed);
+        if (made == NULL)
+            goto fail;
+        made->set = (set_function)set;
+        made->current = (current_function)current;
+        made->context = context;
+        made->executable = executable;
+        made->node = node;
+        for (Py_ssize_t a = 0; !record->packed && a < words; a++) {
+            uint32_t offset;
+            memcpy(&offset, layout.text + 8 * a, 4);
+            made->words[a] = made->data + offset;
+        }
+        PyList_SetItem(list, i, (PyObject *)made);
+    }
     return list;
+fail:
+    Py_XDECREF(list);
+    return NULL;
 }
 
 /* ----------------------------------------------------------------------- the state of a capture */
@@ -1794,8 +1902,11 @@ static PyMethodDef module_methods[] = {
      "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: the address of "
      "`count` handles.  `layouts`: by function, 32-bit pairs of offset and size; "
      "`missing(function)` returns a layout that is not there.  Returns a status that is not 0, or "
-     "a list of the nodes: the kind of a node that is no kernel, None for a kernel without a "
-     "function, else (function, shape as in `Shape`, argument bytes, whether they are packed)."},
+     "(a `Record` of each node, a list of shapes, the argument bytes of all nodes)."},
+    {"kernel_nodes", kernel_nodes, METH_VARARGS,
+     "kernel_nodes($module, calls, context, executable, nodes, indices, records, shapes, data, "
+     "layouts, /)\n--\n\nReturns a KernelNode of each of the `nodes` (handles) of an executable.\n\n"
+     "`calls`: as of KernelNode; `indices`: those of their contents in what read_nodes returned."},
     {NULL, NULL, 0, NULL},
 };
 

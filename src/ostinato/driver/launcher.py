@@ -366,6 +366,24 @@ def kernel_node(
     return made
 
 
+def kernel_nodes(
+    calls: tuple[int, int],
+    context: int,
+    executable: int,
+    nodes: Sequence[int],
+    indices: Sequence[int],
+    content: tuple[bytes, list[bytes], bytes, dict[int, bytes]],
+) -> list[KernelSetter] | None:
+    """Does the work of `kernel_node` for kernels of a frozen graph: `indices` are those of their
+    contents in what `read_nodes` gave, with the layouts.  Returns None without the extension."""
+    if _extension is None:
+        return None
+    made: list[KernelSetter] = _extension.kernel_nodes(
+        calls, context, executable, list(nodes), list(indices), *content
+    )
+    return made
+
+
 def set_nodes(writes: list[tuple[KernelSetter, int, bytes]]) -> tuple[int, int] | None:
     """Makes many writes of `KernelSetter`s of one executable, all or none, in one call of C.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from graphlib import TopologicalSorter
 from random import Random
+
+import numpy as np
 
 from ostinato.driver.api import (
     KINDS,
@@ -21,6 +24,7 @@ from ostinato.driver.api import (
     EdgeType,
     FreeNodeParams,
     GraphHandle,
+    KernelColumns,
     KernelNodeParams,
     LaunchAttributes,
     Link,
@@ -163,6 +167,19 @@ class HostFrozenGraph:
 
     def params(self, index: int) -> NodeParams:
         return self._held[index][1]
+
+    @cached_property
+    def kernels(self) -> KernelColumns:
+        keys: list[Hashable] = []
+        starts, sizes, data = [], [], bytearray()
+        for _, params in self._held:
+            arguments = params.arguments if isinstance(params, KernelNodeParams) else None
+            raw = b"" if arguments is None else arguments.data
+            keys.append(None if arguments is None else (id(arguments.layout), len(raw)))
+            starts.append(len(data))
+            sizes.append(len(raw))
+            data += raw.ljust(-(-len(raw) // 8) * 8, b"\0")
+        return KernelColumns(keys, np.array(starts), np.array(sizes), bytes(data))
 
     def links(self) -> frozenset[Link]:
         return self._links
