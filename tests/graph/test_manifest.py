@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,14 @@ from ostinato.device import Device
 from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
-    KernelNodeParams,
+    KernelColumns,
     MemcpyNodeParams,
     MemOp,
     MemOpKind,
     NodeHandle,
 )
 from ostinato.errors import InputError
-from ostinato.graph.words import Setting, WordIndex
+from ostinato.graph.words import WordIndex
 from ostinato.memory.ranges import range_of
 from tests.sources import config, kernel
 
@@ -177,15 +178,22 @@ def test_rows_of_a_copy(device: Device, cache: ost.GraphCache) -> None:
 def test_packed_arguments() -> None:
     """One buffer of unknown layout, as cuBLAS gives it: its words are searched."""
     packed = KernelArguments(bytes(8) + (4096).to_bytes(8, "little"), (), packed=True)
-    params = KernelNodeParams(FunctionHandle(1), ost.LaunchConfig(1, 1), packed)
-    node = ost.Node(0, NodeHandle(1), ost.NodeKind.KERNEL, "gemm", params)
-    settings = [((), Setting(node, params, None, {}))]
-    assert WordIndex(settings).touches(ost.MemoryRange(4000, 200), None)
-    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), None)
-    assert not WordIndex(settings).touches(ost.MemoryRange((1 << 64) - 8, 8), None)
+    columns = KernelColumns(["gemm"], np.array([0]), np.array([16]), packed.data)
+    frozen: Any = SimpleNamespace(kernels=columns, kernel=lambda _: (FunctionHandle(1), packed))
+    nodes: Any = SimpleNamespace(
+        frozen=frozen,
+        handles=(NodeHandle(1),),
+        outer=(),
+        name=lambda _: "gemm",
+        operation=lambda _: None,
+    )
+    index = WordIndex([(nodes, range(1))], {})
+    assert index.touches(ost.MemoryRange(4000, 200), None)
+    assert not index.touches(ost.MemoryRange(4100, 200), None)
+    assert not index.touches(ost.MemoryRange((1 << 64) - 8, 8), None)
     # How far the word is used is not known: up to the end of its allocation, if that is alive.
-    assert WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
-    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
+    assert index.touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
+    assert not index.touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
 
 
 def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:

@@ -1620,6 +1620,7 @@ gather(const Raw *raw, Py_ssize_t count, Py_ssize_t shape_size, PyObject *shapes
     for (Py_ssize_t i = 0; i < count; i++) {
         const NodeParams *params = &raw[i].params;
         Record *record = records + i;
+        record->start = total;
         record->kind = raw[i].kind == 0 && params->function == NULL ? -1 : raw[i].kind;
         if (record->kind != 0)
             continue;
@@ -1628,7 +1629,6 @@ gather(const Raw *raw, Py_ssize_t count, Py_ssize_t shape_size, PyObject *shapes
         else if (!find_layout(params->function, layouts, missing, &sources[i].layout))
             goto end;
         record->function = (uintptr_t)params->function;
-        record->start = total;
         if (params->params != NULL && sources[i].layout.count)
             record->size = sources[i].layout.size;
         else if ((record->packed = params->extra != NULL))

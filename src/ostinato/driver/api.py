@@ -848,12 +848,13 @@ Link: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class KernelColumns:
-    """The arguments of all kernel nodes of a frozen graph, by the index of the node."""
+    """The argument bytes of all kernel nodes of a frozen graph, by the index of the node."""
 
     keys: Sequence[Hashable | None]
-    """Equal keys: arguments of the same layout and size.  None for a node that `params` reads."""
+    """Equal keys: the same function, and arguments of the same layout and size.  None for a node
+    that only `params` reads: no kernel, or one that the driver reads in another way."""
     starts: npt.NDArray[np.integer[Any]]
-    """The offset in `data` of each node's argument bytes, a multiple of 8."""
+    """The offset in `data` of each node's argument bytes, a multiple of 8, in ascending order."""
     sizes: npt.NDArray[np.integer[Any]]
     data: bytes
 
@@ -867,7 +868,8 @@ class FrozenGraph(Protocol):
     nodes and the edge data (from port, to port, type), which is empty for a plain edge; `plain`:
     true if all edges are plain.  `attributes`: those of a kernel node, None for another node;
     raises the errors of `params` for a kernel node.  `kinds_of_attributes`: the different
-    attributes of all nodes.  `kernels`: the arguments of `params`, without a record for each node.
+    attributes of all nodes.  `kernels`: the arguments of all kernels, without a record for each;
+    `kernel`: function and arguments of one that has a key there.
     """
 
     @property
@@ -881,6 +883,8 @@ class FrozenGraph(Protocol):
 
     @property
     def kernels(self) -> KernelColumns: ...
+
+    def kernel(self, index: int) -> tuple[FunctionHandle, KernelArguments]: ...
 
     def kind(self, index: int) -> NodeKind: ...
 

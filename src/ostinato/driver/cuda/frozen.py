@@ -58,7 +58,7 @@ RECORD = np.dtype(
     ]
 )
 """A node as `read_nodes` reads it.  `kind` is that of the node, or `UNREAD`.  A kernel's argument
-bytes begin at `start` (a multiple of 8) of the bytes of all nodes; `shape` is the index of its
+bytes begin at `start` of the bytes of all nodes (`api.KernelColumns`); `shape` is the index of its
 shape; `packed`: whether a library packed the arguments."""
 UNREAD = -1
 """The kind of a kernel that only Python can read."""
@@ -77,11 +77,18 @@ def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
     )
 
 
+@lru_cache(maxsize=4096)
+def layout_from(raw: bytes) -> tuple[ParameterSlot, ...]:
+    """Returns a layout from these bytes; the same object for equal ones."""
+    return tuple(ParameterSlot(*pair) for pair in struct.iter_unpack("=2I", raw))
+
+
 def read_nodes(
     calls: tuple[Callable[..., int], Callable[..., int], Callable[..., int]],
     nodes: Sequence[int],
     attributes: tuple[int, ...],
-    layout_of: Callable[[int], tuple[ParameterSlot, ...]],
+    layouts: dict[int, bytes],
+    missing: Callable[[int], bytes],
 ) -> RawNodes | int:
     """Does the work of `_launch.read_nodes` where the extension was not built."""
     get_type, get_params, get_attribute = calls
@@ -96,14 +103,17 @@ def read_nodes(
             if status:
                 return status
         if kind.value != NodeKind.KERNEL or not raw.func:
-            records[index]["kind"] = kind.value or UNREAD
+            records[index] = (0, len(data), 0, 0, kind.value or UNREAD, False)
             continue
         shape = [bytes(raw)[8 : 8 + _LAUNCH.size]]
         for identity in attributes:
             ctypes.memset(ctypes.byref(value), 0, _VALUE_BYTES)
             has = not get_attribute(node, identity, ctypes.byref(value))
             shape.append(_ATTRIBUTE.pack(has, bytes(value)[:16]))
-        arguments = read_arguments(raw.kernelParams, raw.extra, layout_of(raw.func))
+        if raw.func not in layouts:
+            layouts[raw.func] = missing(raw.func)
+        layout = layout_from(layouts[raw.func])
+        arguments = read_arguments(raw.kernelParams, raw.extra, layout)
         number = shapes.setdefault(b"".join(shape), len(shapes))
         size = len(arguments.data)
         records[index] = (raw.func, len(data), size, number, NodeKind.KERNEL, arguments.packed)
@@ -190,7 +200,6 @@ class Other(NamedTuple):
 class NodeDecoder(Protocol):
     """The parts of the driver that decoding needs."""
 
-    def layout_of(self, function: int) -> tuple[ParameterSlot, ...]: ...
     def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]: ...
     def note_config(self, node: int, config: LaunchConfig) -> None: ...
 
@@ -247,15 +256,20 @@ class CudaFrozenGraph:
             if isinstance(other.params, DriverError):
                 raise other.params
             return other.params
-        function, start, size, shape_index, _, packed = self.records[index].item()
-        node, data = self.nodes[index], self.raw[2][start : start + size]
-        decoder = self.decoder
-        shape = _decoded(self.raw[1][shape_index], self.read, node in self._programmatic)
+        node, decoder = self.nodes[index], self.decoder
+        raw = self.raw[1][self.records[index]["shape"]]
+        shape = _decoded(raw, self.read, node in self._programmatic)
         words = decoder.words_of(node, self.rest) if self.rest else shape.words
         decoder.note_config(node, shape.config)
-        layout = decoder.layout_of(function) if data else ()
+        function, arguments = self.kernel(index)
+        return KernelNodeParams(function, shape.config, arguments, words)
+
+    def kernel(self, index: int) -> tuple[FunctionHandle, KernelArguments]:
+        function, start, size, _, _, packed = self.records[index].item()
+        data = self.raw[2][start : start + size]
+        layout = layout_from(self.layouts[function]) if data else ()
         arguments = packed_arguments(data, layout) if packed else KernelArguments(data, layout)
-        return KernelNodeParams(FunctionHandle(function), shape.config, arguments, words)
+        return FunctionHandle(function), arguments
 
     @cached_property
     def kernels(self) -> KernelColumns:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
+
 import numpy as np
 
 from ostinato.driver.api import (
@@ -209,15 +210,15 @@ class GraphCalls(StreamCalls, ModuleCalls):
         layouts: dict[int, bytes],
     ) -> RawNodes | int:
         """Returns the raw nodes, or the first status that is not 0.  Adds to `layouts`."""
-        compiled = node_reader()
-        if compiled is None or not all(self._read_addresses):
-            calls = self._calls
-            get = tuple(calls[symbol] for symbol in _READ)
-            return read_nodes((get[0], get[1], get[2]), nodes, attributes, self.layout_of)
 
         def missing(function: int) -> bytes:
             return layout_bytes(self.layout_of(function))
 
+        compiled = node_reader()
+        if compiled is None or not all(self._read_addresses):
+            calls = self._calls
+            get = tuple(calls[symbol] for symbol in _READ)
+            return read_nodes((get[0], get[1], get[2]), nodes, attributes, layouts, missing)
         start = ctypes.addressof(array)
         found: RawNodes | int
         found = compiled(self._read_addresses, start, len(nodes), attributes, layouts, missing)

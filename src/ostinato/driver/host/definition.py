@@ -23,7 +23,9 @@ from ostinato.driver.api import (
     EdgeData,
     EdgeType,
     FreeNodeParams,
+    FunctionHandle,
     GraphHandle,
+    KernelArguments,
     KernelColumns,
     KernelNodeParams,
     LaunchAttributes,
@@ -173,13 +175,20 @@ class HostFrozenGraph:
         keys: list[Hashable] = []
         starts, sizes, data = [], [], bytearray()
         for _, params in self._held:
-            arguments = params.arguments if isinstance(params, KernelNodeParams) else None
-            raw = b"" if arguments is None else arguments.data
-            keys.append(None if arguments is None else (id(arguments.layout), len(raw)))
+            key, raw = None, b""
+            if isinstance(params, KernelNodeParams):
+                raw = params.arguments.data
+                key = params.function, id(params.arguments.layout), len(raw)
+            keys.append(key)
             starts.append(len(data))
             sizes.append(len(raw))
             data += raw.ljust(-(-len(raw) // 8) * 8, b"\0")
-        return KernelColumns(keys, np.array(starts), np.array(sizes), bytes(data))
+        return KernelColumns(keys, np.array(starts, int), np.array(sizes, int), bytes(data))
+
+    def kernel(self, index: int) -> tuple[FunctionHandle, KernelArguments]:
+        params = self._held[index][1]
+        assert isinstance(params, KernelNodeParams)
+        return params.function, params.arguments
 
     def links(self) -> frozenset[Link]:
         return self._links
