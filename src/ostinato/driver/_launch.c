@@ -55,21 +55,34 @@ free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* The signature of cuGraphLaunch(CUgraphExec, CUstream). */
+/* cuGraphLaunch and cuCtxGetCurrent */
 typedef int (*graph_function)(void *executable, void *stream);
+typedef int (*current_function)(void **context);
+
+static int
+is_current(current_function current, void *context)
+{
+    void *found = NULL;
+    return current(&found) == 0 && found == context;
+}
 
 typedef struct {
     graph_function function;
     void *executable;
     void *stream;
+    current_function current; /* NULL: the stream is of one context, whichever is current */
+    void *context;
 } Call;
+
+enum { INVALID_CONTEXT = 201 };
 
 static int
 call_without_gil(Call call)
 {
-    int status;
+    int status = INVALID_CONTEXT;
     Py_BEGIN_ALLOW_THREADS
-    status = call.function(call.executable, call.stream);
+    if (call.current == NULL || is_current(call.current, call.context))
+        status = call.function(call.executable, call.stream);
     Py_END_ALLOW_THREADS
     return status;
 }
@@ -84,19 +97,21 @@ typedef struct {
 static PyObject *
 prepared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"function", "executable", "stream", NULL};
-    void *function, *executable, *stream;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:Prepared", names, as_pointer, &function,
-                                     as_pointer, &executable, as_pointer, &stream))
+    static char *names[] = {"function", "executable", "stream", "within", NULL};
+    void *function, *executable, *stream, *current = NULL, *context = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|(O&O&):Prepared", names, as_pointer,
+                                     &function, as_pointer, &executable, as_pointer, &stream,
+                                     as_pointer, &current, as_pointer, &context))
         return NULL;
-    if (function == NULL) {
-        PyErr_SetString(PyExc_ValueError, "function is 0; it must be the address of a C function");
+    if (function == NULL || (current == NULL && context != NULL)) {
+        PyErr_SetString(PyExc_ValueError, "a function is 0; it must be the address of a C function");
         return NULL;
     }
     Prepared *self = (Prepared *)new_object(type);
     if (self == NULL)
         return NULL;
-    self->call = (Call){(graph_function)function, executable, stream};
+    self->call = (Call){(graph_function)function, executable, stream, (current_function)current,
+                        context};
     return (PyObject *)self;
 }
 
@@ -111,9 +126,11 @@ prepared_call(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyType_Slot prepared_slots[] = {
-    {Py_tp_doc, "Prepared(function, executable, stream)\n--\n\n"
+    {Py_tp_doc, "Prepared(function, executable, stream, within=None)\n--\n\n"
                 "A call of a C function with two pointers, which returns the function's status.\n\n"
-                "The arguments are addresses or handles as integers; they must stay valid."},
+                "The arguments are addresses or handles as integers; they must stay valid.  "
+                "`within`: the address of cuCtxGetCurrent, and a context: while another one is "
+                "current, nothing is called, and the status is 201."},
     {Py_tp_new, prepared_new},
     {Py_tp_dealloc, free_object},
     {Py_tp_call, prepared_call},
@@ -203,7 +220,7 @@ launcher_heat(PyObject *self, PyTypeObject *defined_by, PyObject *const *args, P
     State *state = PyType_GetModuleState(defined_by);
     if (state == NULL)
         return NULL;
-    Call call = {NULL, NULL, NULL};
+    Call call = {NULL};
     if (Py_TYPE(args[1]) == state->types[PREPARED])
         call = ((Prepared *)args[1])->call;
     set_hot((Launcher *)self, args[0], args[1], call);
@@ -213,7 +230,7 @@ launcher_heat(PyObject *self, PyTypeObject *defined_by, PyObject *const *args, P
 static PyObject *
 launcher_cool(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    set_hot((Launcher *)self, NULL, NULL, (Call){NULL, NULL, NULL});
+    set_hot((Launcher *)self, NULL, NULL, (Call){NULL});
     Py_RETURN_NONE;
 }
 
@@ -230,7 +247,7 @@ launcher_traverse(PyObject *op, visitproc visit, void *arg)
 static int
 launcher_clear(PyObject *self)
 {
-    set_hot((Launcher *)self, NULL, NULL, (Call){NULL, NULL, NULL});
+    set_hot((Launcher *)self, NULL, NULL, (Call){NULL});
     return 0;
 }
 
@@ -844,10 +861,9 @@ typedef struct {
 } LaunchConfig;
 _Static_assert(sizeof(LaunchConfig) == 56, "as in cuda.h");
 
-/* cuLaunchKernelEx and cuCtxGetCurrent */
+/* cuLaunchKernelEx */
 typedef int (*launch_function)(const LaunchConfig *config, void *function, void **params,
                                void **extra);
-typedef int (*current_function)(void **context);
 
 typedef struct {
     void *launch, *current; /* the C functions */
@@ -870,13 +886,6 @@ as_target(PyObject *four, void *result)
         return 1;
     PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
     return 0;
-}
-
-static int
-is_current(current_function current, void *context)
-{
-    void *found = NULL;
-    return current(&found) == 0 && found == context;
 }
 
 /* Launches.  Returns the status, or None without a launch if another context is current. */

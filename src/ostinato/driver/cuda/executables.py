@@ -82,17 +82,12 @@ class ExecCalls(GraphCalls):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        if not stream:  # the legacy stream is that of the current context, which must be looked up
-
-            def launch_on_legacy() -> int:
-                self.exec_launch(executable, stream)
-                return 0
-
-            return launch_on_legacy
-
         call = self._lib.bare("cuGraphLaunch")
         assert call is not None
-        return prepare(call, executable, stream)
+        if stream:
+            return prepare(call, executable, stream)
+        # The legacy stream, which torch uses by default, is that of the current context.
+        return prepare(call, executable, stream, (self._lib.bare("cuCtxGetCurrent"), self._context))
 
     def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
         seam = "exec_set_params"

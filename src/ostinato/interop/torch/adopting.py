@@ -160,9 +160,9 @@ def _captured_states(
         while place >= 0:
             # A multiple of 4 bytes has its last two bits in the first byte.
             seed, counter, inside = words[place], words[place + 1], raw[first + _WORD * place + 16]
-            if inside % 4 == 0 and seed and counter and seed != counter:
-                if find(seed) and find(counter):
-                    yield seed, counter
+            drawn = inside % 4 == 0 and seed and counter and seed != counter
+            if drawn and find(seed) and find(counter):
+                yield seed, counter
             place = flags.find(1, place + 1)
 
 
