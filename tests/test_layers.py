@@ -25,6 +25,7 @@ RANKS = {
     "modules": 2,
     "device": 3,
     "graph": 3,
+    "launching": 3,
     "state": 3,
     "explain": 4,
     "graphfile": 4,
@@ -38,8 +39,11 @@ RANKS = {
     "serve": 9,
     "cli": 10,
 }
-# Between neighbours: settings raises errors, and signatures of graph and state name the device.
-NEIGHBOURS = {("settings", "errors"), ("graph", "device"), ("state", "device")}
+# Between neighbours: settings raises errors, signatures of graph and state name the device, and a
+# launch becomes a node of a graph, which a program that only launches does not import.
+NEIGHBOURS = {
+    *(("settings", "errors"), ("graph", "device"), ("state", "device"), ("graph", "launching")),
+}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),

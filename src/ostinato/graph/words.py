@@ -43,8 +43,8 @@ from ostinato.driver.api import (
 from ostinato.driver.signature import BYTES, Access, Parameter, Signature
 from ostinato.errors import InputError
 from ostinato.graph.frozen import Nodes
-from ostinato.graph.launching import Inside
 from ostinato.graph.node import Node, given_reach
+from ostinato.launching import Inside
 from ostinato.memory.ranges import range_of
 
 _WORD = 8
