@@ -185,7 +185,7 @@ def test_packed_arguments() -> None:
         handles=(NodeHandle(1),),
         outer=(),
         name=lambda _: "gemm",
-        operation=lambda _: None,
+        operations=lambda indices: [None for _ in indices],
     )
     index = WordIndex([(nodes, range(1))], {})
     assert index.touches(ost.MemoryRange(4000, 200), None)

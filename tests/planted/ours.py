@@ -694,7 +694,7 @@ _FAULTS = (
         "rebound-memory-is-dropped",
         "An executable does not keep the buffer that it was rebound to.",
         "ostinato.graph.shadow:Shadow.rebind",
-        "live.owners[place] = target",
+        "owners[place] = target",
         "pass",
         (
             FOOTGUNS + "lifetimes.py::test_a_rebound_buffer_lives_with_the_executable",

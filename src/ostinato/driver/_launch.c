@@ -1613,10 +1613,11 @@ shape_index(const Shape *shape, Py_ssize_t size, PyObject *shapes)
     return failed ? -1 : count;
 }
 
-/* Fills the records, and returns all argument bytes, those of each node at a multiple of 8. */
+/* Fills the records and two lists: shapes, and index and kind of each node that is no raw kernel.
+ * Returns all argument bytes, those of each node at a multiple of 8. */
 static PyObject *
 gather(const Raw *raw, Py_ssize_t count, Py_ssize_t shape_size, PyObject *shapes,
-       PyObject *layouts, PyObject *missing, Record *records)
+       PyObject *others, PyObject *layouts, PyObject *missing, Record *records)
 {
     struct source {
         const void *buffer; /* the bytes of packed arguments */
@@ -1631,8 +1632,14 @@ gather(const Raw *raw, Py_ssize_t count, Py_ssize_t shape_size, PyObject *shapes
         Record *record = records + i;
         record->start = total;
         record->kind = raw[i].kind == 0 && params->function == NULL ? -1 : raw[i].kind;
-        if (record->kind != 0)
+        if (record->kind != 0) {
+            PyObject *other = Py_BuildValue("ni", i, (int)record->kind);
+            int failed = other == NULL || PyList_Append(others, other) < 0;
+            Py_XDECREF(other);
+            if (failed)
+                goto end;
             continue;
+        }
         if (i > 0 && records[i - 1].function == (uintptr_t)params->function)
             sources[i].layout = sources[i - 1].layout;
         else if (!find_layout(params->function, layouts, missing, &sources[i].layout))
@@ -1702,15 +1709,16 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
     }
     Py_ssize_t shape_size = LAUNCH_BYTES + attributes * (Py_ssize_t)sizeof raw->shape.attributes[0];
     PyObject *records = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(Record));
-    PyObject *shapes = PyList_New(0), *data = NULL;
-    if (records != NULL && shapes != NULL) {
+    PyObject *shapes = PyList_New(0), *others = PyList_New(0), *data = NULL;
+    if (records != NULL && shapes != NULL && others != NULL) {
         Record *first = (Record *)PyBytes_AsString(records);
         memset(first, 0, (size_t)count * sizeof(Record));
-        data = gather(raw, count, shape_size, shapes, layouts, missing, first);
+        data = gather(raw, count, shape_size, shapes, others, layouts, missing, first);
     }
     PyMem_Free(raw);
     if (data != NULL)
-        result = PyTuple_Pack(3, records, shapes, data);
+        result = PyTuple_Pack(4, records, shapes, data, others);
+    Py_XDECREF(others);
     Py_XDECREF(records);
     Py_XDECREF(shapes);
     Py_XDECREF(data);
@@ -1911,7 +1919,8 @@ static PyMethodDef module_methods[] = {
      "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: the address of "
      "`count` handles.  `layouts`: by function, 32-bit pairs of offset and size; "
      "`missing(function)` returns a layout that is not there.  Returns a status that is not 0, or "
-     "(a `Record` of each node, a list of shapes, the argument bytes of all nodes)."},
+     "(a `Record` of each node, a list of shapes, the argument bytes of all nodes, and a list of "
+     "index and kind of each node that is no kernel, or one that Python must read)."},
     {"kernel_nodes", kernel_nodes, METH_VARARGS,
      "kernel_nodes($module, calls, context, executable, nodes, indices, records, shapes, data, "
      "layouts, /)\n--\n\nReturns a KernelNode of each of the `nodes` (handles) of an executable.\n\n"

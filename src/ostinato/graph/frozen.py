@@ -176,10 +176,11 @@ class Nodes:
             return reader.function_name(frozen.kernel(index)[0])
         return reader.name(frozen.kind(index), frozen.params(index))
 
-    def operation(self, index: int) -> Operation | None:
-        """Returns the operation of which this library made a node, if it did."""
-        label = self.reader.labels.get(self.frozen.nodes[index])
-        return None if label is None else label.operation
+    def operations(self, indices: Iterable[int]) -> list[Operation | None]:
+        """Returns the operations of which this library made nodes, as far as it did."""
+        handles = self.frozen.nodes
+        labels = map(self.reader.labels.get, [handles[index] for index in indices])
+        return [None if label is None else label.operation for label in labels]
 
     def inside(self, index: int) -> tuple[Nodes, ...]:
         """Returns the child graph, or the bodies, of a node."""

@@ -415,8 +415,11 @@ class Shadow:
         for live in lives:
             self.touch(live)
         for live, place, target in zip(of_words, places, plan.targets, strict=True):
-            old.append(live.owners.get(place))
-            live.owners[place] = target
+            owners = live.owners
+            before = owners.get(place)
+            if before is not None:
+                old.append(before)
+            owners[place] = target
         self._end(gone)
         if self._words is plan.index:
             plan.index.move(*plan.moved)

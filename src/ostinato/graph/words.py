@@ -19,6 +19,7 @@ import itertools
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -41,6 +42,7 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.signature import BYTES, Access, Parameter, Signature
+from ostinato.driver.stream import Operation
 from ostinato.errors import InputError
 from ostinato.graph.frozen import Nodes
 from ostinato.graph.node import Node, given_reach
@@ -193,6 +195,10 @@ class IndexedNode:
         return self.nodes.handles[self.index]
 
     @property
+    def operation(self) -> Operation | None:
+        return self.nodes.operations([self.index])[0]
+
+    @property
     def named(self) -> tuple[int, str]:
         """The index of the outermost node, and the names from there inwards."""
         outer = self.nodes.outer
@@ -239,16 +245,14 @@ class WordIndex:
         owners: list[tuple[object, ...]] = []
         for nodes, indices in self._parts:
             self._firsts.append(len(kinds))
-            handles, operation, keys = nodes.handles, nodes.operation, nodes.frozen.kernels.keys
-            for index in indices:
-                key = keys[index]
+            handles, keys = nodes.handles, nodes.frozen.kernels.keys[indices.start : indices.stop]
+            for index, key, made in zip(indices, keys, nodes.operations(indices), strict=True):
                 if key is None or handles[index] in changed:
                     read = alone[len(kinds)] = self._alone(nodes, index, changed)
                     owners.append(())
                     kinds.append(len(self._kinds))
                     self._kinds.append(_Kind(read.words, nodes.name(index)))
                     continue
-                made = operation(index)
                 signature = None if made is None else made.signature
                 number = numbers.get((id(signature), key))
                 if number is None:
@@ -324,7 +328,7 @@ class WordIndex:
 
     def _split(self, nodes: Nodes, index: int) -> _Read:
         """Reads a kernel that was given memory at a word that is in no single argument."""
-        made, (_, arguments) = nodes.operation(index), nodes.frozen.kernel(index)
+        (made,), (_, arguments) = nodes.operations([index]), nodes.frozen.kernel(index)
         assert made is not None, "it was given memory"
         reach = given_reach(arguments.data, made.keep)
         find = nodes.find
@@ -451,7 +455,7 @@ class WordIndex:
             entry, word = self.at(row)
             if any(entry.handle == node and word.key in places for node, places in apart):
                 continue
-            address, operation = int(self.addresses[row]), entry.nodes.operation(entry.index)
+            address, operation = int(self.addresses[row]), entry.operation
             keep = () if operation is None else operation.keep
             if not _has_open_owner(owners_of(entry.handle), keep, word.key, address):
                 return self._touch(row, lambda at: closed if closed.holds(at) else None)
@@ -527,30 +531,29 @@ class _Content:
     def _find_given(self, owners: Sequence[tuple[object, ...]], ends: npt.NDArray[np.intp]) -> None:
         """Does the work of `given_reach` for all entries, whose words end at `ends`."""
         flat = list(itertools.chain.from_iterable(owners))
-        ids = list(map(id, flat))
-        ranges: dict[int, MemoryRange] = {}
-        for number, owner in dict(zip(ids, flat, strict=True)).items():
-            memory = getattr(owner, "range", None)  # first: `range_of` would be felt
-            if not isinstance(memory, MemoryRange):
-                try:
-                    memory = range_of(owner)
-                except InputError:  # the kernel itself, or an object without memory
-                    continue
-            if 0 <= memory.address <= _MOST:
-                ranges[number] = memory
+        ids = np.fromiter(map(id, flat), np.intp, len(flat))
+        each = dict(zip(map(id, flat), flat, strict=True))
+        # Most are buffers: a call of `range_of` for each would be felt.
+        ranges: dict[int, Any] = {n: getattr(owner, "range", None) for n, owner in each.items()}
+        for number in [n for n, memory in ranges.items() if type(memory) is not MemoryRange]:
+            memory = None
+            with suppress(InputError):  # the kernel itself, or an object without memory
+                memory = ranges[number] = range_of(each[number])
+            if memory is None or not 0 <= memory.address <= _MOST:
+                del ranges[number]
         if not ranges:
             return
-        numbers = np.array(list(ranges))
+        numbers = np.fromiter(ranges, np.intp, len(ranges))
         order = np.argsort(numbers)
-        numbers = numbers[order]
-        starts = np.array([memory.address for memory in ranges.values()], np.uint64)[order]
-        sizes = np.array([memory.nbytes for memory in ranges.values()], np.int64)[order]
-        each = np.array(ids)
-        which = np.minimum(np.searchsorted(numbers, each), len(numbers) - 1)
-        has = numbers[which] == each
+        numbers, memories = numbers[order], ranges.values()
+        starts = np.array([memory.address for memory in memories], np.uint64)[order]
+        sizes = np.array([memory.nbytes for memory in memories], np.int64)[order]
+        which = np.minimum(np.searchsorted(numbers, ids), len(numbers) - 1)
+        has = numbers[which] == ids
         which, of = which[has], np.repeat(np.arange(len(owners)), list(map(len, owners)))[has]
         # Pairs of an entry and an address as one number: given ones, and those of all words.
-        addresses = np.array(sorted(set(starts.tolist())), np.uint64)
+        addresses = np.sort(starts)
+        addresses = addresses[np.append(True, addresses[1:] != addresses[:-1])]
         count = len(addresses)
         given = of * count + np.searchsorted(addresses, starts)[which]
         order = np.lexsort((sizes[which], given))

@@ -122,7 +122,7 @@ class ExecCalls(GraphCalls):
         if self._off is not None or not all(self._set_addresses):
             return None
         assert isinstance(frozen, CudaFrozenGraph)
-        records, shapes, data = frozen.raw
+        records, shapes, data, _ = frozen.raw
         content = (records, shapes, data, frozen.layouts)
         calls, context = self._set_addresses, self._context
         return kernel_nodes(calls, context, executable, nodes, indices, content)

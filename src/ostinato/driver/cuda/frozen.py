@@ -62,8 +62,8 @@ bytes begin at `start` of the bytes of all nodes (`api.KernelColumns`); `shape` 
 shape; `packed`: whether a library packed the arguments."""
 UNREAD = -1
 """The kind of a kernel that only Python can read."""
-RawNodes: TypeAlias = tuple[bytes, list[bytes], bytes]
-"""The records, the shapes, and the argument bytes of all nodes."""
+RawNodes: TypeAlias = tuple[bytes, list[bytes], bytes, list[tuple[int, int]]]
+"""The records, the shapes, the argument bytes of all nodes, and index and kind of the others."""
 
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
@@ -94,6 +94,7 @@ def read_nodes(
     get_type, get_params, get_attribute = calls
     kind, raw, value = ctypes.c_int(), cu.KernelParams(), cu.LaunchAttributeValue()
     records, shapes, data = np.zeros(len(nodes), RECORD), dict[bytes, int](), bytearray()
+    others: list[tuple[int, int]] = []
     for index, node in enumerate(nodes):
         status = get_type(node, ctypes.byref(kind))
         if status:
@@ -103,7 +104,8 @@ def read_nodes(
             if status:
                 return status
         if kind.value != NodeKind.KERNEL or not raw.func:
-            records[index] = (0, len(data), 0, 0, kind.value or UNREAD, False)
+            others.append((index, kind.value or UNREAD))
+            records[index] = (0, len(data), 0, 0, others[-1][1], False)
             continue
         shape = [bytes(raw)[8 : 8 + _LAUNCH.size]]
         for identity in attributes:
@@ -118,7 +120,7 @@ def read_nodes(
         size = len(arguments.data)
         records[index] = (raw.func, len(data), size, number, NodeKind.KERNEL, arguments.packed)
         data += arguments.data.ljust(-(-size // 8) * 8, b"\0")
-    return records.tobytes(), list(shapes), bytes(data)
+    return records.tobytes(), list(shapes), bytes(data), others
 
 
 class _Shape(NamedTuple):

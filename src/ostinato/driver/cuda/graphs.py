@@ -15,8 +15,6 @@ from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from ostinato.driver.api import (
     KINDS,
     AllocNodeParams,
@@ -52,7 +50,6 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.frozen import (
-    RECORD,
     UNREAD,
     CudaFrozenGraph,
     EdgeArrays,
@@ -191,11 +188,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         raw = self._within(seam, lambda: self._read_nodes(array, nodes, attributes, layouts))
         if isinstance(raw, int):
             raise self._error(raw, seam)
-        kinds = np.frombuffer(raw[0], RECORD)["kind"]
-        others = {
-            index: self._read_other(nodes[index], int(kinds[index]))
-            for index in np.flatnonzero(kinds).tolist()
-        }
+        others = {index: self._read_other(nodes[index], kind) for index, kind in raw[3]}
         rest = SHOWN[len(SETTABLE) :] if all_ours else ()
         by_function = self._hides_attributes and not all_ours
         return CudaFrozenGraph(
