@@ -271,11 +271,11 @@ class Shadow:
             )
         return found
 
-    def _folded(self, handle: NodeHandle | None = None) -> Now:
-        """Returns the record of the settings, including those in `Live` nodes: in all, or in that
-        of one node."""
-        dirty = [*self._dirty.values()] if handle is None else [self._dirty.get(handle)]
-        made = {live.handle: live.setting() for live in dirty if live is not None}
+    def _folded(self, handles: Iterable[NodeHandle] | None = None) -> Now:
+        """Returns the record of the settings, including those in the `Live` objects of these nodes,
+        or of all."""
+        chosen = tuple(self._dirty) if handles is None else self._dirty.keys() & handles
+        made = {handle: self._dirty[handle].setting() for handle in chosen}
         if made:
             self._now = replace(self._now, settings={**self._now.settings, **made})
             for folded in made:
@@ -284,12 +284,12 @@ class Shadow:
 
     def setting(self, node: Node) -> Setting:
         """Returns the present setting of one of these nodes."""
-        now = self._folded(node.handle).settings.get(node.handle)
+        now = self._folded((node.handle,)).settings.get(node.handle)
         return first_setting(node) if now is None else now
 
     def setting_at(self, entry: IndexedNode) -> Setting:
         """Returns the present setting of a node of `words`."""
-        now = self._folded(entry.handle).settings.get(entry.handle)
+        now = self._folded((entry.handle,)).settings.get(entry.handle)
         return first_setting(entry.nodes.read(entry.index)) if now is None else now
 
     def owners(self, handle: NodeHandle) -> Mapping[WordPlace, object]:
@@ -299,14 +299,15 @@ class Shadow:
 
     def params(self, node: Node) -> NodeParams:
         """Returns the parameters of one of these nodes in the next launch."""
-        now = self._folded(node.handle).settings.get(node.handle)
+        now = self._folded((node.handle,)).settings.get(node.handle)
         return node.params if now is None else now.params
 
     def words(self) -> WordIndex:
         """Returns an index of every word that may hold an address in the next launch."""
         index, self._words = self._words, None  # stored again only if no error is raised
         if index is not None and self._stale:
-            changed = [self._folded(handle).settings.get(handle) for handle in self._stale]
+            settings = self._folded(self._stale).settings
+            changed = [settings.get(handle) for handle in self._stale]
             # A handle without a setting was updated.
             if None in changed or not index.refresh(one for one in changed if one):
                 index = None
@@ -364,8 +365,7 @@ class Shadow:
             live.gone = True
 
     def _end(self, handles: Sequence[NodeHandle]) -> None:
-        for handle in handles:
-            self._folded(handle)
+        self._folded(handles)
         self._drop(handles)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:

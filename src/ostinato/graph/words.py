@@ -267,10 +267,12 @@ class WordIndex:
         self._types: tuple[npt.NDArray[np.intp], dict[np.dtype[Any], int]] | None = None
         content = _Content(self._parts, owners)
         at = self._lay_out(content, alone)
-        for entry in content.entries_with_more(at):
+        split = content.entries_with_more(at)
+        for entry in split:
             alone[entry] = read = self._split(*self._where(entry))
             self._kind_of[entry] = len(self._kinds)
             self._kinds.append(_Kind(read.words, self._kinds[kinds[entry]].name))
+        if split:
             at = self._lay_out(content, alone)
         self.addresses, self.reach = content.words[at], content.reach[at]
         """`reach`: the number of bytes used.  If unknown, `-1 - n`: n bytes were there up to the
