@@ -6,6 +6,10 @@ or a whole capture, instantiate and destroy.  Our cost above that is finding the
 them, and keeping the data to undo a refused change.
 
   first patch      one argument of an executable that was just made, of 1,000 nodes
+  first rebind     every pointer into one buffer, of such an executable; second: the same again
+  update 1,000     all parameters of 1,000 nodes
+  adopt            a graph of 179 nodes, as if of another library, whose nodes are read
+  adopted rebind   the first of an executable of it, without signatures
   patch one        a pointer of one node
   patch a number   a number of one node
   patch prepared   the same, by a patcher
@@ -39,8 +43,12 @@ from benchmarks.common import Chain, Measured, measured
 
 NODES = 280
 FIRST_NODES = 1000
+ADOPTED_NODES = 179
 REPETITIONS = {
     "first patch": 20,
+    "first rebind": 20,
+    "update 1,000": 100,
+    "adopt": 20,
     "patch one": 1000,
     "patch a number": 1000,
     "patch prepared": 1000,
@@ -53,6 +61,11 @@ REPETITIONS = {
 }
 AT_MOST = {
     "first patch": 1000,
+    "first rebind": 1000,
+    "second rebind": 1500,
+    "update 1,000": 600,
+    "adopt": 5000,
+    "adopted rebind": 2000,
     "patch one": 5,
     "patch a number": 5,
     "patch prepared": 1.5,
@@ -277,9 +290,9 @@ class Ours:
         self.graphs = tuple(self.capture(arena) for arena in self.arenas)
         self.run = self.graphs[0].instantiate(upload=stream)
 
-    def capture(self, arena: ost.Buffer) -> ost.Graph:
+    def capture(self, arena: ost.Buffer, chain: Chain | None = None) -> ost.Graph:
         with ost.capture(self.stream) as capture:
-            self.chain.submit(self.stream, arena)
+            (chain or self.chain).submit(self.stream, arena)
         return capture.graph
 
     def settle(self) -> None:
@@ -313,6 +326,53 @@ class Ours:
                 run.launch(self.stream)
                 chain.check("first patch", self.stream)
         capture.graph.close()
+        return times
+
+    def rebinds(self, count: int, updates: int, nodes: int) -> dict[str, list[int]]:
+        """Times the first and the second rebinding of new executables with that many nodes, and
+        whole updates of one."""
+        chain = Chain(self.chain.device, nodes)
+        arenas = chain.arena, chain.new_arena()
+        graphs = [self.capture(arena, chain) for arena in arenas]
+        times: dict[str, list[int]] = {"first rebind": [], "second rebind": [], "update 1,000": []}
+
+        def changed(what: str, run: ost.GraphExec, to: int, change: Callable[[], object]) -> None:
+            start = time.perf_counter_ns()
+            change()
+            times[what].append(time.perf_counter_ns() - start)
+            run.launch(self.stream)
+            chain.check(what, self.stream, arenas[to])
+
+        for _ in range(count):
+            with graphs[0].instantiate() as run:
+                for to, what in ((1, "first rebind"), (0, "second rebind")):
+                    targets = {arenas[1 - to]: arenas[to]}
+                    changed(what, run, to, partial(run.rebind, targets))
+        with graphs[0].instantiate() as run:
+            for i in range(updates):
+                to = (i + 1) % 2
+                changed("update 1,000", run, to, partial(run.update, graphs[to]))
+        for graph in graphs:
+            graph.close()
+        return times
+
+    def adopt(self, count: int, nodes: int) -> dict[str, list[int]]:
+        """Times the adoption of a graph with that many nodes, and the first rebinding."""
+        chain = Chain(self.chain.device, nodes)
+        arenas = chain.arena, chain.new_arena()
+        times: dict[str, list[int]] = {"adopt": [], "adopted rebind": []}
+        with self.capture(chain.arena, chain) as graph:
+            for _ in range(count):
+                start = time.perf_counter_ns()
+                adopted = ost.Graph.adopt(chain.device, graph.handle, owner=graph)
+                assert len(adopted.nodes()) == nodes
+                times["adopt"].append(time.perf_counter_ns() - start)
+                with adopted.instantiate() as run:
+                    start = time.perf_counter_ns()
+                    run.rebind({arenas[0]: arenas[1]})
+                    times["adopted rebind"].append(time.perf_counter_ns() - start)
+                    run.launch(self.stream)
+                    chain.check("adopted rebind", self.stream, arenas[1])
         return times
 
     def patch_number(self, count: int, patch: Callable[[int], object], what: str) -> list[int]:
@@ -400,10 +460,12 @@ def measure(
     ours = Ours(chain, stream)
     counts = {name: 4 if quick else count for name, count in REPETITIONS.items()}
     middle = chain.length // 2
+    first = 20 if quick else FIRST_NODES
+    rebinds = ours.rebinds(counts["first rebind"], counts["update 1,000"], first)
+    adopted = ours.adopt(counts["adopt"], 20 if quick else ADOPTED_NODES)
     results: dict[str, dict[str, list[int]]] = {
-        "first patch": {
-            "ostinato": ours.first_patch(counts["first patch"], 20 if quick else FIRST_NODES)
-        },
+        "first patch": {"ostinato": ours.first_patch(counts["first patch"], first)},
+        **{name: {"ostinato": one} for name, one in (*rebinds.items(), *adopted.items())},
         "patch one": {"ostinato": ours.patch(counts["patch one"])},
         "patch a number": {
             "ostinato": ours.patch_number(

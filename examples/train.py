@@ -16,9 +16,14 @@ import sys
 import time
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
+
+try:
+    import torch
+except ImportError:
+    print("torch is not installed")
+    sys.exit(0)
 
 from ostinato.interop.torch import graphed
 

@@ -227,7 +227,7 @@ APART = {
     *("name", "capabilities", "properties", "close", "memory_view"),
     *("exec_prepare_launch", "function_prepare_launch", "exec_prepare_kernel", "cuda_context"),
     *("function_code", "code_image", "condition_defaults", "on_host_failure", "unraised"),
-    *("memory_adopt", "memory_end_adopted"),
+    *("memory_adopt", "memory_end_adopted", "exec_prepare_kernels"),
 }
 
 STUB = r"""

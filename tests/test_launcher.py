@@ -85,6 +85,25 @@ def test_a_prepared_call_keeps_to_its_own_handles(launcher: str) -> None:
     assert seen.calls == [(HANDLE + 1, 2), (HANDLE, 2)]
 
 
+def test_a_call_on_the_legacy_stream_is_made_in_its_own_context_only(launcher: str) -> None:
+    """The legacy stream is that of the context that is current."""
+    seen, current, statuses = Seen(), [HANDLE], [0]
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+    def get_current(found: ctypes._Pointer[ctypes.c_void_p]) -> int:
+        found[0] = ctypes.c_void_p(current[0])
+        return statuses[0]
+
+    call = prepare(seen.function, 5, 0, (get_current, HANDLE))
+    assert (call(), seen.calls) == (0, [(5, None)])
+    current[0] += 1
+    assert call() == 201
+    current[0], statuses[0] = HANDLE, 4
+    assert (call(), len(seen.calls)) == (201, 1)
+    statuses[0] = 0
+    assert (call(), len(seen.calls)) == (0, 2)
+
+
 def test_only_the_hot_stream_takes_the_short_way(thing: Thing) -> None:
     seen, hot, other = Seen(), Named(), Named()
     thing.launch(hot)
@@ -275,7 +294,16 @@ def test_launches_leave_no_references(thing: Thing) -> None:
 
 @pytest.mark.parametrize("launcher", ["compiled"], indirect=True)
 @pytest.mark.parametrize(
-    "arguments", [(0, 1, 2), (1, "2", 3), (1, 2, -1 << 80), (1, 2), (1, 2, 3, 4)]
+    "arguments",
+    [
+        (0, 1, 2),
+        (1, "2", 3),
+        (1, 2, -1 << 80),
+        (1, 2),
+        (1, 2, 3, 4),
+        (1, 2, 3, (4,)),
+        (1, 2, 3, (0, 4)),
+    ],
 )
 def test_nonsense_is_refused_and_not_called(launcher: str, arguments: tuple[object, ...]) -> None:
     extension = importlib.import_module("ostinato.driver._launch")

@@ -25,6 +25,7 @@ RANKS = {
     "modules": 2,
     "device": 3,
     "graph": 3,
+    "launching": 3,
     "state": 3,
     "explain": 4,
     "graphfile": 4,
@@ -38,8 +39,11 @@ RANKS = {
     "serve": 9,
     "cli": 10,
 }
-# Between neighbours: settings raises errors, and signatures of graph and state name the device.
-NEIGHBOURS = {("settings", "errors"), ("graph", "device"), ("state", "device")}
+# Between neighbours: settings raises errors, signatures of graph and state name the device, and a
+# launch becomes a node of a graph, which a program that only launches does not import.
+NEIGHBOURS = {
+    *(("settings", "errors"), ("graph", "device"), ("state", "device"), ("graph", "launching")),
+}
 # Where a foreign library may be imported.
 HOMES = {
     "cuda": ("driver/cuda", "modules/nvrtc.py"),
@@ -120,6 +124,28 @@ def upward_imports(path: Path) -> Iterator[str]:
                 continue  # `from ostinato import launch`, `from ostinato.lowlevel import new_lock`
             if RANKS[other] >= RANKS[package] and (package, other) not in NEIGHBOURS:
                 yield f"{package} (rank {RANKS[package]}) imports {name}"
+
+
+def test_a_program_that_launches_one_kernel_imports_no_graphs() -> None:
+    """It is most of what a start imports, and such a program needs none of it."""
+    program = """
+import sys
+import ostinato as ost
+
+@ost.host_kernel("x: *f32, n: u32")
+def twice(launch, x, n):
+    x[:n] *= 2
+
+with ost.open_device("host") as device:
+    stream, x = device.create_stream(), device.zeros(8, "f4")
+    kernel = device.kernel(ost.Source(host=[twice], name="twice"), "twice")
+    ost.launch(stream, kernel, ost.LaunchConfig(1, 32), x, 8)
+    stream.synchronize()
+print(*sorted(name for name in sys.modules if name.startswith(("ostinato.graph", "ostinato.step"))))
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []
 
 
 def test_upper_packages_use_public_names() -> None:

@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from ostinato.graph import Node as Node
     from ostinato.graph import capture as capture
     from ostinato.graph import capture_function as capture_function
-    from ostinato.graph import launch as launch
     from ostinato.graph import lift as lift
-    from ostinato.graph import prepare as prepare
     from ostinato.graph import record as record
+    from ostinato.launching import launch as launch
+    from ostinato.launching import prepare as prepare
     from ostinato.memory import Buffer as Buffer
     from ostinato.memory import CapturePool as CapturePool
     from ostinato.memory import copy as copy
@@ -105,10 +105,10 @@ _HOMES = {
     "first_difference": "explain",
     "host_kernel": "driver.host.kernel",
     "kernel": "modules.source",
-    "launch": "graph",
+    "launch": "launching",
     "lift": "graph",
     "open_device": "device",
-    "prepare": "graph",
+    "prepare": "launching",
     "record": "graph",
 }
 

@@ -139,7 +139,7 @@ class FaultyDriver(_WrappedDriver):
             wrapped = inner
             if name == "exec_prepare_launch":
                 wrapped = self._prepared(inner)
-            elif name in ("function_prepare_launch", "exec_prepare_kernel"):
+            elif name in _SHORTCUTS:
                 wrapped = _no_shortcut
 
             @functools.wraps(inner)
@@ -170,6 +170,7 @@ def _no_shortcut(*_: object) -> None:
     `exec_set_params`, which can be made to fail."""
 
 
+_SHORTCUTS = ("function_prepare_launch", "exec_prepare_kernel", "exec_prepare_kernels")
 _NEVER_FAIL = frozenset(
     {"name", "capabilities", "properties", "cuda_context", "close", "on_host_failure", "unraised"}
 )

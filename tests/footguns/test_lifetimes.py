@@ -15,7 +15,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError
-from ostinato.graph.launching import _touched
+from ostinato.launching import _touched
 from ostinato.testing import HeldStream
 from tests.footguns.common import Borrowed, N, addresses, doubling, graph_of, ones, struct_kernel
 from tests.sources import config, kernel

@@ -244,6 +244,63 @@ def test_a_patcher_refuses_what_a_patch_refuses(rig: Rig) -> None:
         patch(3)
 
 
+def test_a_rebinding_is_told_after_its_definition_is_closed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its nodes are gone then, and libcuda may crash on one: nothing may be asked of them."""
+    cells = rig.buffers()
+    graph = rig.graph([Launch(*cells[:3], 1, 1) for _ in range(2)])
+    run = graph.instantiate()
+    report = run.rebind({cells[0]: cells[3]})
+    graph.close()
+
+    def gone(*arguments: object) -> None:
+        raise AssertionError(f"a node that is gone was asked for: {arguments}")
+
+    for call in ("node_kind", "node_params", "words_of"):
+        if hasattr(rig.device.driver, call):
+            monkeypatch.setattr(rig.device.driver, call, gone)
+    assert [(word.node_index, word.node_name, word.place) for word in report.words] == [
+        (index, "blend", "argument 0 (a)") for index in range(2)
+    ]
+    assert run.touches(cells[3]) and not run.touches(cells[0])
+    assert [touch.node_name for touch in run.manifest()] == ["blend"] * 6
+    cells[3].close()
+    with pytest.raises(ClosedError, match=r"node 0 \(blend\) argument 0 points at memory that"):
+        run.launch(rig.stream)
+
+
+def test_a_rebinding_of_kernels_without_signatures(rig: Rig) -> None:
+    """As other libraries make them, also with packed arguments."""
+    driver, function = rig.device.driver, rig.kernel.function
+    old, new, other = (rig.device.zeros(CELL, np.float32) for _ in range(3))
+    with ost.Graph.create(rig.device) as made:
+        given: list[bytes] = []
+        for number, packed in enumerate((False, True, True, False)):
+            words = old.address + 8 * number, other.address, old.address
+            given.append(
+                b"".join(word.to_bytes(8, "little") for word in words) + bytes([number] * 4)
+            )
+            arguments = KernelArguments(given[-1], rig.kernel.slots, packed=packed)
+            config = ost.LaunchConfig(number + 1, 32)
+            driver.graph_add_node(made.handle, (), KernelNodeParams(function, config, arguments))
+        with ost.Graph.adopt(rig.device, made.handle, owner=made).instantiate() as run:
+            report = run.rebind({old: new})
+            assert (report.nodes, len(report.words), report.left) == (4, 8, ())
+            for number, data in enumerate(given):
+                moved = (old.address + 8 * number - old.address + new.address).to_bytes(8, "little")
+                expected = moved + data[8:16] + new.address.to_bytes(8, "little") + data[24:]
+                held = run.params(number)
+                assert isinstance(held, KernelNodeParams)
+                assert held.arguments.data == expected
+                assert held.config.grid == (number + 1, 1, 1)
+                if rig.stub is not None:
+                    assert rig.stub.holds(run, number) == (
+                        expected,
+                        (number + 1, 1, 1, 32, 1, 1, 0),
+                    )
+
+
 def test_a_rebinding_follows_a_patch_that_nothing_read(rig: Rig) -> None:
     """Nothing asks what the node holds between a rebinding, the patch, and the next rebinding."""
     cells, rng = rig.buffers(), random.Random(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,14 @@ from ostinato.device import Device
 from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
-    KernelNodeParams,
+    KernelColumns,
     MemcpyNodeParams,
     MemOp,
     MemOpKind,
     NodeHandle,
 )
 from ostinato.errors import InputError
-from ostinato.graph.words import Setting, WordIndex
+from ostinato.graph.words import WordIndex
 from ostinato.memory.ranges import range_of
 from tests.sources import config, kernel
 
@@ -76,6 +77,37 @@ def test_views(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> Non
     assert cache.touching(rows[3:3]) == []  # no bytes
 
 
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_memory_that_a_launch_was_given_twice_reaches_as_far_as_the_longer(
+    device: Device, stream: ost.Stream, whole_first: bool
+) -> None:
+    rows, out = device.zeros((8, N), np.float32), floats(device)
+    given = (rows, rows[:1]) if whole_first else (rows[:1], rows)
+    add, scale = kernel(device, "add"), kernel(device, "scale")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, add, config(N), *given, out, N)
+        ost.launch(stream, scale, config(N), rows[:2], N)  # another node's
+    run = capture.graph.instantiate()
+    found = [touch.range.nbytes for touch in run.manifest()]
+    assert found == [rows.nbytes, rows.nbytes, 4 * N, 2 * 4 * N]
+    with pytest.raises(InputError, match=r"node 0 \(add\) argument 0 \(a\) points 0 bytes"):
+        run.rebind({rows[:1]: floats(device)})
+
+
+def test_an_address_alone_reaches_to_the_end_that_its_memory_had(
+    device: Device, stream: ost.Stream
+) -> None:
+    x, scale = floats(device), kernel(device, "scale")
+    with ost.capture(stream) as capture:
+        ost.launch(stream, scale, config(N), x.address + 16, N - 4)
+    run = capture.graph.instantiate()
+    (before,) = run.manifest()
+    assert before.range.nbytes >= 4 * N - 16
+    x.close()
+    device.synchronize()
+    assert run.manifest() == (before,)
+
+
 def test_it_follows_patches_and_rebindings(
     device: Device, stream: ost.Stream, cache: ost.GraphCache
 ) -> None:
@@ -128,7 +160,8 @@ def test_numbers_are_no_pointers_where_a_signature_says_so(
     assert cache.touching(x) == [] and cache.touching(out) == ["typed"]
 
 
-def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None:
+@pytest.mark.parametrize("patched", [True, False])
+def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device, patched: bool) -> None:
     @ost.host_kernel("low: u32, high: u32, x: *out f32")
     def halves(launch: object, low: int, high: int, x: object) -> None: ...
 
@@ -138,11 +171,14 @@ def test_an_address_in_two_halves_is_seen_and_stays(host_device: Device) -> None
     with ost.capture(stream) as capture:
         ost.launch(stream, made, config(1), low, high, x)
     run = capture.graph.instantiate()
-    run.set(0, "x", other)
+    if patched:
+        run.set(0, "x", other)
     assert run.touches(x) and not run.touches(y)
+    assert [touch.place for touch in run.manifest()] == ["argument 0", "argument 2"]
     report = run.rebind({x: y})
-    assert not report.words and [left.place for left in report.left] == ["argument 0"]
-    assert run.touches(x) and not run.touches(y)
+    assert [word.place for word in report.words] == ([] if patched else ["argument 2 (x)"])
+    assert [left.place for left in report.left] == ["argument 0"]
+    assert run.touches(x) and run.touches(y) is not patched
 
 
 def test_memory_nodes(device: Device, cache: ost.GraphCache) -> None:
@@ -177,15 +213,22 @@ def test_rows_of_a_copy(device: Device, cache: ost.GraphCache) -> None:
 def test_packed_arguments() -> None:
     """One buffer of unknown layout, as cuBLAS gives it: its words are searched."""
     packed = KernelArguments(bytes(8) + (4096).to_bytes(8, "little"), (), packed=True)
-    params = KernelNodeParams(FunctionHandle(1), ost.LaunchConfig(1, 1), packed)
-    node = ost.Node(0, NodeHandle(1), ost.NodeKind.KERNEL, "gemm", params)
-    settings = [((), Setting(node, params, None, {}))]
-    assert WordIndex(settings).touches(ost.MemoryRange(4000, 200), None)
-    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), None)
-    assert not WordIndex(settings).touches(ost.MemoryRange((1 << 64) - 8, 8), None)
+    columns = KernelColumns(["gemm"], np.array([0]), np.array([16]), packed.data)
+    frozen: Any = SimpleNamespace(kernels=columns, kernel=lambda _: (FunctionHandle(1), packed))
+    nodes: Any = SimpleNamespace(
+        frozen=frozen,
+        handles=(NodeHandle(1),),
+        outer=(),
+        name=lambda _: "gemm",
+        operations=lambda indices: [None for _ in indices],
+    )
+    index = WordIndex([(nodes, range(1))], {})
+    assert index.touches(ost.MemoryRange(4000, 200), None)
+    assert not index.touches(ost.MemoryRange(4100, 200), None)
+    assert not index.touches(ost.MemoryRange((1 << 64) - 8, 8), None)
     # How far the word is used is not known: up to the end of its allocation, if that is alive.
-    assert WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
-    assert not WordIndex(settings).touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
+    assert index.touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4000, 400))
+    assert not index.touches(ost.MemoryRange(4100, 200), ost.MemoryRange(4100, 400))
 
 
 def test_words_of_adopted_graphs(device: Device, stream: ost.Stream, cache: ost.GraphCache) -> None:

@@ -412,7 +412,7 @@ _FAULTS = (
     Fault(
         "captured-arguments-are-dropped",
         "A graph does not keep the buffers that its nodes point at.",
-        "ostinato.graph.launching:_operation",
+        "ostinato.launching:_operation",
         "_owners(kernel, packed, args)",
         "(kernel,)",
         (FOOTGUNS + "lifetimes.py::test_memory_under_a_graph_is_not_given_to_others",),
@@ -430,7 +430,7 @@ _FAULTS = (
     Fault(
         "memory-at-an-address-is-dropped",
         "A graph does not keep a buffer that was given as a plain address.",
-        "ostinato.graph.launching:_owners",
+        "ostinato.launching:_owners",
         "if owner is not None:",
         "if False:",
         (FOOTGUNS + "lifetimes.py::test_memory_under_a_graph_is_not_given_to_others",),
@@ -438,7 +438,7 @@ _FAULTS = (
     Fault(
         "memory-in-a-struct-is-dropped",
         "A graph does not keep a buffer whose address a struct holds.",
-        "ostinato.graph.launching:_owners",
+        "ostinato.launching:_owners",
         "owners += _owners_inside(kernel.context, packed.data, slot)",
         "pass",
         (FOOTGUNS + "lifetimes.py::test_memory_behind_a_struct_lives_with_the_graph",),
@@ -621,7 +621,7 @@ _FAULTS = (
     Fault(
         "struct-hides-a-pointer",
         "A recorded launch that takes a struct waits for nothing that its pointers lead to.",
-        "ostinato.graph.launching:_touched",
+        "ostinato.launching:_touched",
         "return None, None  # a struct may hold pointers",
         "continue",
         ("tests/graph/test_record.py::test_a_launch_with_a_struct_is_ordered_against_everything",),
@@ -629,7 +629,7 @@ _FAULTS = (
     Fault(
         "address-reaches-one-byte",
         "A recorded launch at a plain address is ordered with the first byte there alone.",
-        "ostinato.graph.launching:_range_of",
+        "ostinato.launching:_range_of",
         "context.driver.memory_range(address)",
         "MemoryRange(address, 1)",
         (
@@ -694,7 +694,7 @@ _FAULTS = (
         "rebound-memory-is-dropped",
         "An executable does not keep the buffer that it was rebound to.",
         "ostinato.graph.shadow:Shadow.rebind",
-        "live.owners[place] = target",
+        "owners[place] = target",
         "pass",
         (
             FOOTGUNS + "lifetimes.py::test_a_rebound_buffer_lives_with_the_executable",
@@ -724,16 +724,16 @@ _FAULTS = (
         "patch-after-an-index",
         "A rebinding goes by what words pointed at before they were patched.",
         "ostinato.graph.shadow:Shadow.touch",
-        "self._stale.add(live.node.handle)",
+        "self._stale.add(live.handle)",
         "pass",
         (CHANGES + "test_any_path_equals_a_graph_made_anew",),
     ),
     Fault(
         "a-definition-is-read-later",
         "What a definition was changed to after it was instantiated is taken for what runs.",
-        "ostinato.graph.shadow:Shadow._own",
-        "self._frozen.node(reader, index, find)",
-        "reader.one(index, self._handles[index])",
+        "ostinato.graph.frozen:Nodes.read",
+        "self.reader.frozen(self.frozen, index, self.find, lambda _: next(inner).all())",
+        "self.reader.one(index, self.handles[index])",
         (CHANGES + "test_a_definition_that_is_changed_afterwards_does_not_show",),
     ),
     Fault(
@@ -852,7 +852,7 @@ _FAULTS = (
         "patch-is-not-remembered",
         "A change of a node reaches the driver but not the shadow: the next change takes it back.",
         "ostinato.graph.shadow:Shadow.touch",
-        "self._dirty.append(live)",
+        "self._dirty[live.handle] = live",
         "pass",
         (MANIFEST + "test_it_follows_patches_and_rebindings",),
     ),

@@ -55,21 +55,34 @@ free_object(PyObject *self)
     Py_DECREF(type);
 }
 
-/* The signature of cuGraphLaunch(CUgraphExec, CUstream). */
+/* cuGraphLaunch and cuCtxGetCurrent */
 typedef int (*graph_function)(void *executable, void *stream);
+typedef int (*current_function)(void **context);
+
+static int
+is_current(current_function current, void *context)
+{
+    void *found = NULL;
+    return current(&found) == 0 && found == context;
+}
 
 typedef struct {
     graph_function function;
     void *executable;
     void *stream;
+    current_function current; /* NULL: the stream is of one context, whichever is current */
+    void *context;
 } Call;
+
+enum { INVALID_CONTEXT = 201 };
 
 static int
 call_without_gil(Call call)
 {
-    int status;
+    int status = INVALID_CONTEXT;
     Py_BEGIN_ALLOW_THREADS
-    status = call.function(call.executable, call.stream);
+    if (call.current == NULL || is_current(call.current, call.context))
+        status = call.function(call.executable, call.stream);
     Py_END_ALLOW_THREADS
     return status;
 }
@@ -84,19 +97,21 @@ typedef struct {
 static PyObject *
 prepared_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"function", "executable", "stream", NULL};
-    void *function, *executable, *stream;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&:Prepared", names, as_pointer, &function,
-                                     as_pointer, &executable, as_pointer, &stream))
+    static char *names[] = {"function", "executable", "stream", "within", NULL};
+    void *function, *executable, *stream, *current = NULL, *context = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&O&O&|(O&O&):Prepared", names, as_pointer,
+                                     &function, as_pointer, &executable, as_pointer, &stream,
+                                     as_pointer, &current, as_pointer, &context))
         return NULL;
-    if (function == NULL) {
-        PyErr_SetString(PyExc_ValueError, "function is 0; it must be the address of a C function");
+    if (function == NULL || (current == NULL && context != NULL)) {
+        PyErr_SetString(PyExc_ValueError, "a function is 0; it must be the address of a C function");
         return NULL;
     }
     Prepared *self = (Prepared *)new_object(type);
     if (self == NULL)
         return NULL;
-    self->call = (Call){(graph_function)function, executable, stream};
+    self->call = (Call){(graph_function)function, executable, stream, (current_function)current,
+                        context};
     return (PyObject *)self;
 }
 
@@ -111,9 +126,11 @@ prepared_call(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyType_Slot prepared_slots[] = {
-    {Py_tp_doc, "Prepared(function, executable, stream)\n--\n\n"
+    {Py_tp_doc, "Prepared(function, executable, stream, within=None)\n--\n\n"
                 "A call of a C function with two pointers, which returns the function's status.\n\n"
-                "The arguments are addresses or handles as integers; they must stay valid."},
+                "The arguments are addresses or handles as integers; they must stay valid.  "
+                "`within`: the address of cuCtxGetCurrent, and a context: while another one is "
+                "current, nothing is called, and the status is 201."},
     {Py_tp_new, prepared_new},
     {Py_tp_dealloc, free_object},
     {Py_tp_call, prepared_call},
@@ -203,7 +220,7 @@ launcher_heat(PyObject *self, PyTypeObject *defined_by, PyObject *const *args, P
     State *state = PyType_GetModuleState(defined_by);
     if (state == NULL)
         return NULL;
-    Call call = {NULL, NULL, NULL};
+    Call call = {NULL};
     if (Py_TYPE(args[1]) == state->types[PREPARED])
         call = ((Prepared *)args[1])->call;
     set_hot((Launcher *)self, args[0], args[1], call);
@@ -213,7 +230,7 @@ launcher_heat(PyObject *self, PyTypeObject *defined_by, PyObject *const *args, P
 static PyObject *
 launcher_cool(PyObject *self, PyObject *Py_UNUSED(none))
 {
-    set_hot((Launcher *)self, NULL, NULL, (Call){NULL, NULL, NULL});
+    set_hot((Launcher *)self, NULL, NULL, (Call){NULL});
     Py_RETURN_NONE;
 }
 
@@ -230,7 +247,7 @@ launcher_traverse(PyObject *op, visitproc visit, void *arg)
 static int
 launcher_clear(PyObject *self)
 {
-    set_hot((Launcher *)self, NULL, NULL, (Call){NULL, NULL, NULL});
+    set_hot((Launcher *)self, NULL, NULL, (Call){NULL});
     return 0;
 }
 
@@ -844,10 +861,9 @@ typedef struct {
 } LaunchConfig;
 _Static_assert(sizeof(LaunchConfig) == 56, "as in cuda.h");
 
-/* cuLaunchKernelEx and cuCtxGetCurrent */
+/* cuLaunchKernelEx */
 typedef int (*launch_function)(const LaunchConfig *config, void *function, void **params,
                                void **extra);
-typedef int (*current_function)(void **context);
 
 typedef struct {
     void *launch, *current; /* the C functions */
@@ -870,13 +886,6 @@ as_target(PyObject *four, void *result)
         return 1;
     PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
     return 0;
-}
-
-static int
-is_current(current_function current, void *context)
-{
-    void *found = NULL;
-    return current(&found) == 0 && found == context;
 }
 
 /* Launches.  Returns the status, or None without a launch if another context is current. */
@@ -1136,6 +1145,35 @@ typedef struct {
     int held; /* true if the last call succeeded, so that the executable's arguments equal `data` */
 } KernelNode;
 
+/* Makes an object with its own copy of the argument bytes.  The caller fills in the calls, the
+ * handles, and the `count` words of arguments that are not packed. */
+static KernelNode *
+new_kernel_node(PyTypeObject *type, const NodeParams *params, Py_ssize_t count, const char *data,
+                size_t size, int packed)
+{
+    KernelNode *self = (KernelNode *)new_object(type);
+    if (self == NULL)
+        return NULL;
+    self->params = *params;
+    self->size = size;
+    self->words = PyMem_Malloc((size_t)count * sizeof(void *) + size + 1);
+    if (self->words == NULL) {
+        Py_DECREF(self);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    self->data = (unsigned char *)(self->words + count);
+    memcpy(self->data, data, size);
+    if (packed) { /* CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END */
+        void *extra[EXTRA_WORDS] = {(void *)1, self->data, (void *)2, &self->size, NULL};
+        memcpy(self->words, extra, sizeof extra);
+        self->params.extra = size ? self->words : NULL;
+    }
+    else
+        self->params.params = count ? self->words : NULL;
+    return self;
+}
+
 static PyObject *
 kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -1161,36 +1199,19 @@ kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "offsets are a tuple, or None for packed arguments");
         return NULL;
     }
-    KernelNode *self = (KernelNode *)new_object(type);
+    KernelNode *self = new_kernel_node(type, &params, packed ? EXTRA_WORDS : PyTuple_Size(offsets),
+                                       data, (size_t)size, packed);
     if (self == NULL)
         return NULL;
-    Py_ssize_t count = packed ? EXTRA_WORDS : PyTuple_Size(offsets);
-    params.context = context;
     self->set = (set_function)set;
     self->current = (current_function)current;
-    self->context = context;
+    self->context = self->params.context = context;
     self->executable = executable;
     self->node = node;
-    self->params = params;
-    self->size = (size_t)size;
-    self->words = PyMem_Malloc(count * sizeof(void *) + size + 1);
-    if (self->words == NULL) {
-        Py_DECREF(self);
-        return PyErr_NoMemory();
-    }
-    self->data = (unsigned char *)(self->words + count);
-    memcpy(self->data, data, size);
-    if (packed) { /* CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END */
-        void *extra[EXTRA_WORDS] = {(void *)1, self->data, (void *)2, &self->size, NULL};
-        memcpy(self->words, extra, sizeof extra);
-        self->params.extra = size ? self->words : NULL;
-        return (PyObject *)self;
-    }
-    if (!point_into(self->words, offsets, (char *)self->data, size)) {
+    if (!packed && !point_into(self->words, offsets, (char *)self->data, size)) {
         Py_DECREF(self);
         return NULL;
     }
-    self->params.params = count ? self->words : NULL;
     return (PyObject *)self;
 }
 
@@ -1507,111 +1528,150 @@ read_raw(type_function type, params_function params, attribute_function attribut
     return 0;
 }
 
-/* Copies the arguments that kernelParams point to into bytes.  `layout`: a 32-bit offset and a
- * 32-bit size for each argument. */
-static PyObject *
-gather(void *const *params, PyObject *layout)
+/* One node of a definition as `read_nodes` returns it.  `kind`: CUgraphNodeType, or -1 for a kernel
+ * that Python must read.  Of a kernel: the argument bytes begin at `start` of all bytes, and
+ * `shape` is an index. */
+typedef struct {
+    uint64_t function, start;
+    uint32_t size, shape;
+    int32_t kind;
+    uint32_t packed;
+} Record;
+_Static_assert(sizeof(Record) == 32, "as in driver/cuda/frozen.py");
+
+/* A function's layout: a 32-bit offset and a 32-bit size for each argument. */
+typedef struct {
+    const char *text;
+    Py_ssize_t count;
+    uint32_t size; /* the end of the last argument */
+} Layout;
+
+/* Finds a function's layout, which `layouts` keeps alive.  Returns 0 with an exception set. */
+static int
+find_layout(void *function, PyObject *layouts, PyObject *missing, Layout *found)
 {
+    PyObject *key = PyLong_FromVoidPtr(function), *layout = NULL;
     char *text;
-    Py_ssize_t length, size = 0;
-    if (PyBytes_AsStringAndSize(layout, &text, &length) < 0)
-        return NULL;
-    Py_ssize_t count = length / 8;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    Py_ssize_t length;
+    if (key != NULL)
+        layout = Py_XNewRef(PyDict_GetItemWithError(layouts, key));
+    if (key != NULL && layout == NULL && missing != NULL && !PyErr_Occurred()) {
+        layout = PyObject_CallFunctionObjArgs(missing, key, NULL);
+        if (layout != NULL && PyDict_SetItem(layouts, key, layout) < 0)
+            Py_CLEAR(layout);
+    }
+    if (key != NULL && layout == NULL && !PyErr_Occurred())
+        PyErr_SetObject(PyExc_KeyError, key);
+    Py_XDECREF(key);
+    if (layout == NULL)
+        return 0;
+    int good = PyBytes_AsStringAndSize(layout, &text, &length) == 0;
+    Py_DECREF(layout);
+    if (!good)
+        return 0;
+    *found = (Layout){text, length / 8, 0};
+    for (Py_ssize_t i = 0; i < found->count; i++) {
         uint32_t pair[2];
         memcpy(pair, text + 8 * i, 8);
-        if ((Py_ssize_t)pair[0] + pair[1] > size)
-            size = (Py_ssize_t)pair[0] + pair[1];
+        if (pair[0] + pair[1] > found->size)
+            found->size = pair[0] + pair[1];
     }
-    PyObject *made = PyBytes_FromStringAndSize(NULL, size);
-    if (made == NULL)
-        return NULL;
-    char *data = PyBytes_AsString(made);
-    memset(data, 0, size);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        uint32_t pair[2];
-        memcpy(pair, text + 8 * i, 8);
-        if (params[i] != NULL)
-            memcpy(data + pair[0], params[i], pair[1]);
-    }
-    return made;
+    return 1;
 }
 
-/* Returns the argument bytes of a node's `extra`: pairs of key and value up to key 0.  Key 1: the
+/* Finds the argument bytes of a node's `extra`: pairs of key and value up to key 0.  Key 1: the
  * buffer; key 2: the address of its size. */
-static PyObject *
-packed_bytes(void *const *extra)
+static const void *
+packed_buffer(void *const *extra, uint32_t *size)
 {
-    const char *buffer = NULL;
-    size_t size = 0;
+    const void *buffer = NULL;
+    *size = 0;
     for (int i = 0; i < MOST_EXTRA && extra[i] != NULL; i += 2) {
         if ((uintptr_t)extra[i] == 1)
             buffer = extra[i + 1];
         else if ((uintptr_t)extra[i] == 2 && extra[i + 1] != NULL)
-            size = *(const size_t *)extra[i + 1];
+            *size = (uint32_t)*(const size_t *)extra[i + 1];
     }
-    return PyBytes_FromStringAndSize(buffer, buffer == NULL ? 0 : (Py_ssize_t)size);
+    if (buffer == NULL)
+        *size = 0;
+    return buffer;
 }
 
-/* The last shapes and their bytes objects: most nodes have one of a few shapes, and share them. */
-enum { RECENT = 8 };
-
-typedef struct {
-    const Shape *raw[RECENT];
-    PyObject *bytes[RECENT];
-    int next;
-} Recent;
-
-static PyObject *
-shape_bytes(const Shape *shape, Py_ssize_t size, Recent *recent)
+/* Appends a shape to the list unless it is one of the last ones, as that of most nodes is.  Returns
+ * its index, or -1 with an exception set. */
+static Py_ssize_t
+shape_index(const Shape *shape, Py_ssize_t size, PyObject *shapes)
 {
-    for (int i = 0; i < RECENT && recent->bytes[i] != NULL; i++)
-        if (memcmp(recent->raw[i], shape, (size_t)size) == 0)
-            return Py_NewRef(recent->bytes[i]);
+    enum { RECENT = 8 };
+    Py_ssize_t count = PyList_Size(shapes);
+    for (Py_ssize_t i = count - 1; i >= 0 && i >= count - RECENT; i--)
+        if (memcmp(PyBytes_AsString(PyList_GetItem(shapes, i)), shape, (size_t)size) == 0)
+            return i;
     PyObject *made = PyBytes_FromStringAndSize((const char *)shape, size);
-    if (made == NULL)
-        return NULL;
-    Py_XDECREF(recent->bytes[recent->next]);
-    recent->bytes[recent->next] = Py_NewRef(made);
-    recent->raw[recent->next] = shape;
-    recent->next = (recent->next + 1) % RECENT;
-    return made;
+    int failed = made == NULL || PyList_Append(shapes, made) < 0;
+    Py_XDECREF(made);
+    return failed ? -1 : count;
 }
 
-/* Returns the entry of a node for `read_nodes`; None for a kernel that Python must read. */
+/* Fills the records and two lists: shapes, and index and kind of each node that is no raw kernel.
+ * Returns all argument bytes, those of each node at a multiple of 8. */
 static PyObject *
-as_entry(const Raw *raw, Py_ssize_t shape_size, Recent *recent, PyObject *layouts,
-         PyObject *missing)
+gather(const Raw *raw, Py_ssize_t count, Py_ssize_t shape_size, PyObject *shapes,
+       PyObject *others, PyObject *layouts, PyObject *missing, Record *records)
 {
-    if (raw->kind != 0)
-        return PyLong_FromLong(raw->kind);
-    if (raw->params.function == NULL)
-        Py_RETURN_NONE;
-    PyObject *function = PyLong_FromVoidPtr(raw->params.function), *made = NULL, *data = NULL;
-    if (function == NULL)
-        return NULL;
-    PyObject *layout = Py_XNewRef(PyDict_GetItemWithError(layouts, function));
-    if (layout == NULL && !PyErr_Occurred()) {
-        layout = PyObject_CallFunctionObjArgs(missing, function, NULL);
-        if (layout != NULL && PyDict_SetItem(layouts, function, layout) < 0)
-            Py_CLEAR(layout);
+    struct source {
+        const void *buffer; /* the bytes of packed arguments */
+        Layout layout;
+    } *sources = PyMem_Calloc((size_t)count + 1, sizeof(struct source));
+    PyObject *made = NULL;
+    uint64_t total = 0;
+    if (sources == NULL)
+        return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const NodeParams *params = &raw[i].params;
+        Record *record = records + i;
+        record->start = total;
+        record->kind = raw[i].kind == 0 && params->function == NULL ? -1 : raw[i].kind;
+        if (record->kind != 0) {
+            PyObject *other = Py_BuildValue("ni", i, (int)record->kind);
+            int failed = other == NULL || PyList_Append(others, other) < 0;
+            Py_XDECREF(other);
+            if (failed)
+                goto end;
+            continue;
+        }
+        if (i > 0 && records[i - 1].function == (uintptr_t)params->function)
+            sources[i].layout = sources[i - 1].layout;
+        else if (!find_layout(params->function, layouts, missing, &sources[i].layout))
+            goto end;
+        record->function = (uintptr_t)params->function;
+        if (params->params != NULL && sources[i].layout.count)
+            record->size = sources[i].layout.size;
+        else if ((record->packed = params->extra != NULL))
+            sources[i].buffer = packed_buffer(params->extra, &record->size);
+        Py_ssize_t shape = shape_index(&raw[i].shape, shape_size, shapes);
+        if (shape < 0)
+            goto end;
+        record->shape = (uint32_t)shape;
+        total += ((uint64_t)record->size + 7) / 8 * 8;
     }
-    int packed = 0;
-    if (layout != NULL) {
-        if (raw->params.params != NULL && PyBytes_Size(layout) > 0)
-            data = gather(raw->params.params, layout);
-        else if ((packed = raw->params.extra != NULL))
-            data = packed_bytes(raw->params.extra);
-        else
-            data = PyBytes_FromStringAndSize(NULL, 0);
+    if ((made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)total)) == NULL)
+        goto end;
+    char *data = PyBytes_AsString(made);
+    memset(data, 0, total);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Record *record = records + i;
+        if (record->packed)
+            memcpy(data + record->start, sources[i].buffer, record->size);
+        for (Py_ssize_t a = 0; record->size && !record->packed && a < sources[i].layout.count; a++) {
+            uint32_t pair[2];
+            memcpy(pair, sources[i].layout.text + 8 * a, 8);
+            if (raw[i].params.params[a] != NULL)
+                memcpy(data + record->start + pair[0], raw[i].params.params[a], pair[1]);
+        }
     }
-    PyObject *shape = data == NULL ? NULL : shape_bytes(&raw->shape, shape_size, recent);
-    if (shape != NULL)
-        made = PyTuple_Pack(4, function, shape, data, packed ? Py_True : Py_False);
-    Py_XDECREF(shape);
-    Py_XDECREF(data);
-    Py_XDECREF(layout);
-    Py_DECREF(function);
+end:
+    PyMem_Free(sources);
     return made;
 }
 
@@ -1620,7 +1680,7 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
 {
     void *type, *params, *attribute, *nodes;
     Py_ssize_t count;
-    PyObject *identities, *layouts, *missing, *list = NULL;
+    PyObject *identities, *layouts, *missing, *result = NULL;
     int which[MOST_ATTRIBUTES], status;
     if (!PyArg_ParseTuple(args, "(O&O&O&)O&nO!O!O", as_pointer, &type, as_pointer, &params,
                           as_pointer, &attribute, as_pointer, &nodes, &count, &PyTuple_Type,
@@ -1648,17 +1708,82 @@ read_nodes(PyObject *Py_UNUSED(module), PyObject *args)
         return PyLong_FromLong(status);
     }
     Py_ssize_t shape_size = LAUNCH_BYTES + attributes * (Py_ssize_t)sizeof raw->shape.attributes[0];
-    Recent recent = {0};
-    list = PyList_New(count);
-    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-        PyObject *entry = as_entry(raw + i, shape_size, &recent, layouts, missing);
-        if (entry == NULL || PyList_SetItem(list, i, entry) < 0)
-            Py_CLEAR(list);
+    PyObject *records = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(Record));
+    PyObject *shapes = PyList_New(0), *others = PyList_New(0), *data = NULL;
+    if (records != NULL && shapes != NULL && others != NULL) {
+        Record *first = (Record *)PyBytes_AsString(records);
+        memset(first, 0, (size_t)count * sizeof(Record));
+        data = gather(raw, count, shape_size, shapes, others, layouts, missing, first);
     }
-    for (int i = 0; i < RECENT; i++)
-        Py_XDECREF(recent.bytes[i]);
     PyMem_Free(raw);
+    if (data != NULL)
+        result = PyTuple_Pack(4, records, shapes, data, others);
+    Py_XDECREF(others);
+    Py_XDECREF(records);
+    Py_XDECREF(shapes);
+    Py_XDECREF(data);
+    return result;
+}
+
+/* Makes a KernelNode of each of some nodes that `read_nodes` has read, for an executable. */
+static PyObject *
+kernel_nodes(PyObject *module, PyObject *args)
+{
+    State *state = PyModule_GetState(module);
+    void *set, *current, *context, *executable;
+    PyObject *handles, *indices, *shapes, *layouts, *list = NULL;
+    const char *text, *data;
+    Py_ssize_t length, bytes;
+    if (!PyArg_ParseTuple(args, "(O&O&)O&O&O!O!y#O!y#O!", as_pointer, &set, as_pointer, &current,
+                          as_pointer, &context, as_pointer, &executable, &PyList_Type, &handles,
+                          &PyList_Type, &indices, &text, &length, &PyList_Type, &shapes, &data,
+                          &bytes, &PyDict_Type, &layouts))
+        return NULL;
+    Py_ssize_t count = PyList_Size(indices), known = length / (Py_ssize_t)sizeof(Record);
+    const Record *records = (const Record *)text;
+    list = PyList_Size(handles) == count ? PyList_New(count) : NULL;
+    if (list == NULL && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "there are not as many handles as indices");
+    void *last = NULL; /* the function whose layout was found last */
+    Layout layout = {0};
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        Py_ssize_t index = PyLong_AsSsize_t(PyList_GetItem(indices, i));
+        const Record *record = records + index;
+        void *node = PyLong_AsVoidPtr(PyList_GetItem(handles, i));
+        PyObject *shape;
+        if (PyErr_Occurred())
+            goto fail;
+        if (index < 0 || index >= known || record->kind != 0 ||
+            record->start + record->size > (uint64_t)bytes ||
+            (shape = PyList_GetItem(shapes, record->shape)) == NULL) {
+            PyErr_SetString(PyExc_ValueError, "no kernel that was read has this index");
+            goto fail;
+        }
+        NodeParams params = {.function = (void *)(uintptr_t)record->function, .context = context};
+        memcpy(params.grid, PyBytes_AsString(shape), LAUNCH_BYTES);
+        if (params.function != last && !find_layout(last = params.function, layouts, NULL, &layout))
+            goto fail;
+        Py_ssize_t words = record->packed ? EXTRA_WORDS : record->size ? layout.count : 0;
+        KernelNode *made = new_kernel_node(state->types[KERNEL_NODE], &params, words,
+                                           data + record->start, record->size, record->packed);
+        if (made == NULL)
+            goto fail;
+        made->set = (set_function)set;
+        made->current = (current_function)current;
+        made->context = context;
+        made->executable = executable;
+        made->node = node;
+        for (Py_ssize_t a = 0; !record->packed && a < words; a++) {
+            uint32_t offset;
+            memcpy(&offset, layout.text + 8 * a, 4);
+            made->words[a] = made->data + offset;
+        }
+        PyList_SetItem(list, i, (PyObject *)made);
+    }
     return list;
+fail:
+    Py_XDECREF(list);
+    return NULL;
 }
 
 /* ----------------------------------------------------------------------- the state of a capture */
@@ -1794,8 +1919,12 @@ static PyMethodDef module_methods[] = {
      "cuGraphKernelNodeGetParams_v2 and cuGraphKernelNodeGetAttribute; `nodes`: the address of "
      "`count` handles.  `layouts`: by function, 32-bit pairs of offset and size; "
      "`missing(function)` returns a layout that is not there.  Returns a status that is not 0, or "
-     "a list of the nodes: the kind of a node that is no kernel, None for a kernel without a "
-     "function, else (function, shape as in `Shape`, argument bytes, whether they are packed)."},
+     "(a `Record` of each node, a list of shapes, the argument bytes of all nodes, and a list of "
+     "index and kind of each node that is no kernel, or one that Python must read)."},
+    {"kernel_nodes", kernel_nodes, METH_VARARGS,
+     "kernel_nodes($module, calls, context, executable, nodes, indices, records, shapes, data, "
+     "layouts, /)\n--\n\nReturns a KernelNode of each of the `nodes` (handles) of an executable.\n\n"
+     "`calls`: as of KernelNode; `indices`: those of their contents in what read_nodes returned."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias, TypeVar
@@ -30,6 +30,7 @@ from ostinato.errors import DriverError, GraphError, InputError
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "BODY_PARAMS",
@@ -67,6 +68,7 @@ __all__ = [
     "Image",
     "InstantiateFlags",
     "KernelArguments",
+    "KernelColumns",
     "KernelNodeParams",
     "KernelSetter",
     "KernelTable",
@@ -844,6 +846,19 @@ Link: TypeAlias = tuple[int, int, tuple[int, ...]]
 """An edge of a `FrozenGraph`."""
 
 
+@dataclass(frozen=True, slots=True)
+class KernelColumns:
+    """The argument bytes of all kernel nodes of a frozen graph, by the index of the node."""
+
+    keys: Sequence[Hashable | None]
+    """Equal keys: the same function, and arguments of the same layout and size.  None for a node
+    that only `params` reads: no kernel, or one that the driver reads in another way."""
+    starts: npt.NDArray[np.integer[Any]]
+    """The offset in `data` of each node's argument bytes, a multiple of 8, in ascending order."""
+    sizes: npt.NDArray[np.integer[Any]]
+    data: bytes
+
+
 class FrozenGraph(Protocol):
     """The content of a definition at the call of `Driver.graph_freeze`, without later changes.
 
@@ -853,7 +868,8 @@ class FrozenGraph(Protocol):
     nodes and the edge data (from port, to port, type), which is empty for a plain edge; `plain`:
     true if all edges are plain.  `attributes`: those of a kernel node, None for another node;
     raises the errors of `params` for a kernel node.  `kinds_of_attributes`: the different
-    attributes of all nodes.
+    attributes of all nodes.  `kernels`: the arguments of all kernels, without a record for each;
+    `kernel`: function and arguments of one that has a key there.
     """
 
     @property
@@ -864,6 +880,11 @@ class FrozenGraph(Protocol):
 
     @property
     def memory_nodes(self) -> Sequence[int]: ...
+
+    @property
+    def kernels(self) -> KernelColumns: ...
+
+    def kernel(self, index: int) -> tuple[FunctionHandle, KernelArguments]: ...
 
     def kind(self, index: int) -> NodeKind: ...
 
@@ -1278,6 +1299,16 @@ class Driver(Protocol):
         Invalid once the node was changed in another way.  None if the driver has no shorter way
         than `exec_set_params`.
         """
+
+    def exec_prepare_kernels(
+        self,
+        executable: ExecHandle,
+        nodes: Sequence[NodeHandle],
+        frozen: FrozenGraph,
+        indices: Sequence[int],
+    ) -> Sequence[KernelSetter] | None:
+        """Returns setters for kernel nodes whose present parameters are those of a frozen graph at
+        `indices`, where it has `kernels.keys`.  None as for `exec_prepare_kernel`."""
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         """Enables or disables a kernel, memcpy or memset node; a disabled node does nothing.

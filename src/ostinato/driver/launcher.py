@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.driver.signature import Element, address_for, buffer_struct
+from ostinato.errors import Status
 
 if TYPE_CHECKING:
     from ostinato.driver.api import (
@@ -215,18 +216,37 @@ def description() -> str:
     return "compiled" if compiled() else f"ctypes; of the compiled one: {_missing or 'left out'}"
 
 
-def prepare(function: Any, executable: int, stream: int) -> Callable[[], int]:
+def prepare(
+    function: Any, executable: int, stream: int, within: tuple[Any, int] | None = None
+) -> Callable[[], int]:
     """Returns `function(executable, stream)` as a call without arguments that returns its status.
 
     `function`: a ctypes function without argument types.  The call releases the GIL, converts
-    nothing and looks nothing up.
+    nothing and looks nothing up.  `within`: cuCtxGetCurrent, as another such function, and a
+    context: while another one is current, nothing is called, and the status is INVALID_CONTEXT.
     """
     if _extension is not None:
         address = ctypes.cast(function, ctypes.c_void_p).value
-        made: Callable[[], int] = _extension.Prepared(address, executable, stream)
+        if within is not None:
+            within = ctypes.cast(within[0], ctypes.c_void_p).value, within[1]
+        where = () if within is None else (within,)
+        made: Callable[[], int] = _extension.Prepared(address, executable, stream, *where)
         return made
     # Two ctypes objects, so that ctypes converts nothing and no Python frame is needed.
-    return partial(function, ctypes.c_void_p(executable), ctypes.c_void_p(stream))
+    call: Callable[[], int] = partial(
+        function, ctypes.c_void_p(executable), ctypes.c_void_p(stream)
+    )
+    if within is None:
+        return call
+    get_current, context = within
+
+    def checked() -> int:
+        found = ctypes.c_void_p()
+        if get_current(ctypes.byref(found)) or found.value != context:
+            return Status.INVALID_CONTEXT
+        return call()
+
+    return checked
 
 
 def repeat(
@@ -363,6 +383,24 @@ def kernel_node(
         )
     except (OverflowError, ValueError):
         return None
+    return made
+
+
+def kernel_nodes(
+    calls: tuple[int, int],
+    context: int,
+    executable: int,
+    nodes: Sequence[int],
+    indices: Sequence[int],
+    content: tuple[bytes, list[bytes], bytes, dict[int, bytes]],
+) -> list[KernelSetter] | None:
+    """Does the work of `kernel_node` for kernels of a frozen graph: `indices` are those of their
+    contents in what `read_nodes` gave, with the layouts.  Returns None without the extension."""
+    if _extension is None:
+        return None
+    made: list[KernelSetter] = _extension.kernel_nodes(
+        calls, context, executable, list(nodes), list(indices), *content
+    )
     return made
 
 

@@ -36,11 +36,12 @@ from ostinato.driver.api import (
 from ostinato.driver.signature import Signature, numpys_dtype
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import CaptureError, DriverError, InputError
-from ostinato.graph import Graph, GraphExec, Node, Touch, capture_function, every_node, launch
+from ostinato.graph import Graph, GraphExec, Node, Touch, capture_function, launch
 from ostinato.graph.flat import FlatNode
+from ostinato.graph.frozen import Nodes
 from ostinato.graph.node import decode_arguments
 from ostinato.graph.probes import PIECE, probe
-from ostinato.graph.shadow import as_given
+from ostinato.graph.shadow import frozen_of
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.diff import SameCode, code_comparison
 from ostinato.graph.show.outline import details, line_text, name_places, shape_text
@@ -199,8 +200,9 @@ class _Side:
         if isinstance(run, GraphExec):
             touches: Sequence[Touch] = run.manifest()
         else:
-            given = (((), as_given(node)) for node in every_node(run.nodes()))
-            touches = tuple(WordIndex(given).manifest(find))
+            frozen = frozen_of(run)
+            nodes = Nodes(run, run.reader, frozen, frozen, find)
+            touches = tuple(WordIndex(nodes.parts(), {}).manifest(find))
         by_node: dict[int, dict[WordPlace, Touch]] = {}
         for touch in touches:
             by_node.setdefault(touch.handle, {})[touch.key] = touch

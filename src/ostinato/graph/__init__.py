@@ -3,7 +3,6 @@
 from ostinato.graph.capturing import Capture, capture, capture_function
 from ostinato.graph.executable import GraphExec, UpdateReport
 from ostinato.graph.graph import Conditional, Graph
-from ostinato.graph.launching import launch, prepare
 from ostinato.graph.lifting import lift
 from ostinato.graph.node import Argument, Node, Pointer, every_node
 from ostinato.graph.order import Recorded
@@ -11,6 +10,7 @@ from ostinato.graph.plan import LeftWord, RebindReport, ReboundWord
 from ostinato.graph.recording import Recording, build_graph, record
 from ostinato.graph.submissions import Submission, first_missing, operations, submissions
 from ostinato.graph.words import Touch
+from ostinato.launching import launch, prepare
 
 __all__ = [
     "Argument",

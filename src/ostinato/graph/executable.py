@@ -357,7 +357,7 @@ class GraphExec(Launcher, Closeable):
     def _dangling(
         self, memory: MemoryRange, apart: Sequence[tuple[NodeHandle, range]] = ()
     ) -> Touch | None:
-        return self._shadow.words().dangling(memory, self._shadow.setting, apart)
+        return self._shadow.words().dangling(memory, self._shadow.owners, apart)
 
     def _settled(self, writes: Iterable[Write]) -> list[MemoryRange]:
         """Returns closed memory at which no word will point once these writes are made.
@@ -365,7 +365,7 @@ class GraphExec(Launcher, Closeable):
         An address without an owner may be that of newer memory, at the place of the closed memory.
         """
         apart = [
-            (write.live.node.handle, range(write.place, write.place + len(write.raw)))
+            (write.live.handle, range(write.place, write.place + len(write.raw)))
             for write in writes
             if write.owner is None
         ]
@@ -688,7 +688,7 @@ class GraphExec(Launcher, Closeable):
             writes: dict[NodeHandle, dict[int, Write]] = {}
             for node, argument, value in given:
                 write = self._argument(node, argument).write(self, value)
-                writes.setdefault(write.live.node.handle, {})[write.place] = write
+                writes.setdefault(write.live.handle, {})[write.place] = write
             if writes:
                 self._write_all([w for of_node in writes.values() for w in of_node.values()])
 
@@ -823,7 +823,7 @@ class GraphExec(Launcher, Closeable):
             self._require_nodes()
             shadow, find = self._shadow, self.context.driver.memory_range
             moves = moves_of(pairs, self.context.owner_of, self.context.space)
-            plan = plan_rebind(shadow.words(), moves, find, shadow.setting)
+            plan = plan_rebind(shadow.words(), moves, find, shadow.setting_at)
             self._watch([move.target for move in moves])
             self._made(shadow.rebind, plan)
             return plan.report

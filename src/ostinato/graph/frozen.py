@@ -15,10 +15,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ostinato.driver.api import (
     BODY_PARAMS,
@@ -35,9 +35,11 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
+from ostinato.driver.context import Context
 from ostinato.driver.location import caller_line
+from ostinato.driver.stream import Operation
 from ostinato.errors import DriverError, GraphError
-from ostinato.graph.node import Node, NodeReader
+from ostinato.graph.node import Node, NodeLabel, NodeReader
 from ostinato.memory.ranges import KnownRanges
 
 _shown: dict[str | tuple[str, type[Warning], int], int] = {}
@@ -72,6 +74,22 @@ def graphs_inside(params: NodeParams) -> tuple[GraphHandle, ...]:
     if isinstance(params, ChildGraphNodeParams):
         return (params.graph,)
     return params.bodies if isinstance(params, ConditionalNodeParams) else ()
+
+
+class Definition(Protocol):
+    """The part of `Graph` that an executable needs."""
+
+    @property
+    def context(self) -> Context: ...
+    @property
+    def labels(self) -> Mapping[NodeHandle, NodeLabel]: ...
+    @property
+    def handle(self) -> GraphHandle: ...
+    @property
+    def owned(self) -> bool: ...
+    def nodes(self) -> tuple[Node, ...]: ...
+    @property
+    def reader(self) -> NodeReader: ...
 
 
 class Frozen:
@@ -109,6 +127,10 @@ class Frozen:
         outer = self.graphs.get(handle)
         if outer is None:
             return None
+        return self.around(outer)
+
+    def around(self, outer: FrozenGraph) -> Frozen:
+        """Returns one of the graphs inside as a `Frozen` of its own."""
         made = copy(self)
         made.outer = outer
         return made
@@ -122,20 +144,92 @@ class Frozen:
         inside = [self._shape(each) for at in frozen.holders for each in self.inside(frozen, at)]
         return kinds, frozen.links(), inside
 
-    def node(self, reader: NodeReader, index: int, find: KnownRanges) -> Node:
-        """Reads one of the graph's own nodes."""
-        return self._read(reader, self.outer, index, find)
 
-    def _inside(
-        self, reader: NodeReader, find: KnownRanges, handle: GraphHandle
-    ) -> tuple[Node, ...]:
-        frozen = self.graphs[handle]
-        return tuple(self._read(reader, frozen, index, find) for index in range(len(frozen.nodes)))
+class Nodes:
+    """The nodes of one graph of an executable, read from its frozen content one by one.
 
-    def _read(self, reader: NodeReader, frozen: FrozenGraph, index: int, find: KnownRanges) -> Node:
-        node = reader.frozen(frozen, index, find, partial(self._inside, reader, find))
-        _ = node.arguments  # decoded now: memory may be closed before a later access
+    They have the handles of the graph of which the executable was made, also after an update from
+    another graph.  Only `read` calls the driver with a node.
+    """
+
+    def __init__(
+        self,
+        of: Definition,
+        reader: NodeReader,
+        content: Frozen,
+        first: Frozen,
+        find: KnownRanges,
+        outer: tuple[tuple[int, str], ...] = (),
+    ) -> None:
+        """`content`: a graph of `of`, with the graphs inside it; `first`: the one at its place in
+        the executable when that was made; `outer`: index and name of the nodes around it, outermost
+        first; `find`: the driver's allocations, as they were when the nodes were first read."""
+        self.of, self.reader, self.find, self.outer = of, reader, find, outer
+        self.frozen, self.handles = content.outer, first.outer.nodes
+        self._content, self._first = content, first
+        self._known: dict[int, Node] = {}
+        self._inside: dict[int, tuple[Nodes, ...]] = {}
+
+    def name(self, index: int) -> str:
+        frozen, reader = self.frozen, self.reader
+        if frozen.kernels.keys[index] is not None:
+            return reader.function_name(frozen.kernel(index)[0])
+        return reader.name(frozen.kind(index), frozen.params(index))
+
+    def operations(self, indices: Iterable[int]) -> list[Operation | None]:
+        """Returns the operations of which this library made nodes, as far as it did."""
+        handles = self.frozen.nodes
+        labels = map(self.reader.labels.get, [handles[index] for index in indices])
+        return [None if label is None else label.operation for label in labels]
+
+    def inside(self, index: int) -> tuple[Nodes, ...]:
+        """Returns the child graph, or the bodies, of a node."""
+        made = self._inside.get(index)
+        if made is None and index in self.frozen.holders:
+            content, first = self._content, self._first
+            outer = (*self.outer, (index, self.name(index)))
+            pairs = zip(
+                content.inside(content.outer, index), first.inside(first.outer, index), strict=True
+            )
+            made = self._inside[index] = tuple(
+                Nodes(
+                    self.of,
+                    self.reader,
+                    content.around(now),
+                    first.around(was),
+                    self.find,
+                    outer,
+                )
+                for now, was in pairs
+            )
+        return made or ()
+
+    def parts(self) -> Iterator[tuple[Nodes, range]]:
+        """Yields all nodes, each followed by those inside it, as ranges of indices."""
+        start = 0
+        for index in self.frozen.holders:
+            yield self, range(start, index + 1)
+            start = index + 1
+            for inner in self.inside(index):
+                yield from inner.parts()
+        yield self, range(start, len(self.handles))
+
+    def read(self, index: int) -> Node:
+        """Returns a node.  Raises ClosedError if the definition was closed before: libcuda may
+        crash on a node that is gone."""
+        node = self._known.get(index)
+        if node is None:
+            _ = self.of.handle
+            inner = iter(self.inside(index))
+            node = self.reader.frozen(self.frozen, index, self.find, lambda _: next(inner).all())
+            if node.handle != self.handles[index]:
+                node = replace(node, handle=self.handles[index])
+            _ = node.arguments  # decoded now: memory may be closed before a later access
+            self._known[index] = node
         return node
+
+    def all(self) -> tuple[Node, ...]:
+        return tuple(map(self.read, range(len(self.handles))))
 
 
 # --- loops

@@ -43,7 +43,6 @@ from ostinato.driver.stream import Event, Operation, Stream, handle_of, require_
 from ostinato.errors import ClosedError, DriverError, GraphError, InputError
 from ostinato.graph.flat import FlatNode, flat_nodes
 from ostinato.graph.frozen import BODY_RULE, wrongly_in_a_body
-from ostinato.graph.launching import prepare_node
 from ostinato.graph.node import (
     Node,
     NodeLabel,
@@ -52,6 +51,7 @@ from ostinato.graph.node import (
     index_below,
 )
 from ostinato.graph.order import Recorded, dependencies, edge_data
+from ostinato.launching import prepare_node
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 

@@ -20,6 +20,7 @@ from ostinato.driver.api import (
     EventWaitNodeParams,
     FreeNodeParams,
     FrozenGraph,
+    FunctionHandle,
     GraphHandle,
     HostNodeParams,
     KernelNodeParams,
@@ -225,10 +226,13 @@ class Node:
 class NodeReader:
     """A reader of nodes, which joins the driver's data with that of this library (`labels`)."""
 
-    __slots__ = ("_driver", "_labels")
+    __slots__ = ("_driver", "_names", "labels")
 
     def __init__(self, driver: Driver, labels: Mapping[NodeHandle, NodeLabel]) -> None:
-        self._driver, self._labels = driver, labels
+        self._driver, self.labels = driver, labels
+        self._names: dict[FunctionHandle, str] = {}
+        """The names of functions.  The driver keeps none of another library's functions, since
+        their modules are unloaded unseen; while this is used, the graph's are loaded."""
 
     def all(self, graph: GraphHandle, find: KnownRanges | None = None) -> tuple[Node, ...]:
         """Returns all nodes of a graph, with child graphs and conditional bodies inside."""
@@ -267,30 +271,24 @@ class NodeReader:
         find: KnownRanges,
         inside: Callable[[GraphHandle], tuple[Node, ...]],
     ) -> Node:
-        label = self._labels.get(handle)
+        label = self.labels.get(handle)
         operation = None if label is None else label.operation
         signature = None if operation is None else operation.signature
         arguments: tuple[Argument, ...] | LazyArguments = ()
         children: tuple[tuple[Node, ...], ...] = ()
         defaults = None
         if isinstance(params, KernelNodeParams):
-            name = self._driver.function_info(params.function).name
             arguments = LazyArguments(params, signature, find)
         elif isinstance(params, ConditionalNodeParams):
-            name = params.kind.name.lower()
             children = tuple(inside(not_null(body, "body")) for body in params.bodies)
             defaults = self._driver.condition_defaults(handle)
-        else:
-            name = kind.name.lower()
-            if isinstance(params, HostNodeParams) and params.function is not None:
-                name = getattr(params.function, "__qualname__", name)
-            elif isinstance(params, ChildGraphNodeParams):
-                children = (inside(not_null(params.graph, "child graph")),)
+        elif isinstance(params, ChildGraphNodeParams):
+            children = (inside(not_null(params.graph, "child graph")),)
         return Node(
             index,
             handle,
             kind,
-            name,
+            self.name(kind, params),
             params,
             arguments,
             None if label is None else label.line,
@@ -299,6 +297,23 @@ class NodeReader:
             children,
             defaults,
         )
+
+    def name(self, kind: NodeKind, params: NodeParams) -> str:
+        """Returns the name of a node of these parameters."""
+        if isinstance(params, KernelNodeParams):
+            return self.function_name(params.function)
+        if isinstance(params, ConditionalNodeParams):
+            return params.kind.name.lower()
+        name = kind.name.lower()
+        if isinstance(params, HostNodeParams) and params.function is not None:
+            name = getattr(params.function, "__qualname__", name)
+        return name
+
+    def function_name(self, function: FunctionHandle) -> str:
+        known = self._names.get(function)
+        if known is None:
+            known = self._names[function] = self._driver.function_info(function).name
+        return known
 
 
 def index_below(count: int, given: object) -> int:

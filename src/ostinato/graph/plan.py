@@ -160,11 +160,13 @@ class Move:
 class Rebinding:
     """A plan: the words of kernel arguments that move, the changes of other nodes, and the report.
 
-    `counts`: the number of words of each of the nodes.  For all words in a row: their places in the
-    arguments, their new values, and the targets at which they then point.
+    `entries`: the nodes of these words in the index; `counts`: the number of words of each.  For
+    all words in a row: their places in the arguments, their new values, and the targets at which
+    they then point.
     """
 
-    nodes: list[Node]
+    index: WordIndex
+    entries: list[int]
     counts: npt.NDArray[np.uint32]
     places: npt.NDArray[np.uint32]
     values: npt.NDArray[np.uint64]
@@ -176,7 +178,10 @@ class Rebinding:
 
 
 def plan_rebind(
-    index: WordIndex, moves: Sequence[Move], find: Find, setting_of: Callable[[Node], Setting]
+    index: WordIndex,
+    moves: Sequence[Move],
+    find: Find,
+    setting_of: Callable[[IndexedNode], Setting],
 ) -> Rebinding:
     """Plans a rebinding.  `find` confirms words without a signature as pointers.
 
@@ -220,20 +225,18 @@ def plan_rebind(
         place, target = index.at(row)[1].place, moves[which[row]].target
         fields.setdefault(int(index.owners[row]), {})[place] = int(new[row]), target
     words = rows[index.sorts[rows] != Sort.FIELD] if fields else rows
-    owners, counts = np.unique(index.owners[words], return_counts=True)
-    entries = [index.entries[owner] for owner in owners.tolist()]
-    others = [index.entries[owner] for owner in fields]
+    entries, counts = np.unique(index.owners[words], return_counts=True)
     later = partial(_rebound, index, rows, addresses[rows], new[rows])
-    outermost = {(e.outer[0] if e.outer else e.node).index for e in (*entries, *others)}
     return Rebinding(
-        [entry.node for entry in entries],
+        index,
+        entries.tolist(),
         counts.astype(np.uint32),
         index.places[words],
         new[words],
         [moves[number].target for number in which[words].tolist()],
-        [_change(e, fields[owner], setting_of) for e, owner in zip(others, fields, strict=True)],
+        [_change(index.node(entry), field, setting_of) for entry, field in fields.items()],
         (rows, new[rows]),
-        RebindReport(later, tuple(left), nodes=len(outermost)),
+        RebindReport(later, tuple(left), nodes=index.count_outermost(index.owners[rows])),
     )
 
 
@@ -241,19 +244,19 @@ def _why_left(
     entry: IndexedNode,
     word: Word,
     move: Move | None,
-    setting_of: Callable[[Node], Setting],
+    setting_of: Callable[[IndexedNode], Setting],
     confirmed: bool,
 ) -> str:
     """Returns why a word in an old range, or reaching into one, stays; empty if it moves."""
     fixed = False
     if word.sort is Sort.FIELD:
-        params = setting_of(entry.node).params
+        params = setting_of(entry).params
         copies = isinstance(params, MemcpyNodeParams) and not params.opaque
         fixed = not copies and not isinstance(params, MemsetNodeParams)
     if move is None:
         return "" if fixed else "it points in front of the old range and reaches into it"
     if fixed:
-        return f"a {entry.node.kind.name} node cannot be rebound"
+        return f"a {entry.nodes.frozen.kind(entry.index).name} node cannot be rebound"
     if word.sort is Sort.SCALAR:
         return "its signature says that it is a number, not a pointer"
     if word.sort is Sort.UNKNOWN and not confirmed:
@@ -280,13 +283,16 @@ def _require_fitting(entry: IndexedNode, word: Word, move: Move, address: int, n
 
 
 def _change(
-    entry: IndexedNode, fields: dict[str, tuple[int, object]], setting_of: Callable[[Node], Setting]
+    entry: IndexedNode,
+    fields: dict[str, tuple[int, object]],
+    setting_of: Callable[[IndexedNode], Setting],
 ) -> NodeChange:
     """Returns the change of a copy or a fill.  Raises InputError if a copy of one row would overlap
     itself: a GPU copies in any order.  Between the rows of a copy with a pitch there may be room
     for the rows of the other side."""
     addresses: dict[str, Any] = {place: address for place, (address, _) in fields.items()}
-    params = replace(setting_of(entry.node).params, **addresses)
+    setting = setting_of(entry)
+    params = replace(setting.params, **addresses)
     if (
         isinstance(params, MemcpyNodeParams)
         and params.height * params.depth == 1
@@ -299,7 +305,7 @@ def _change(
             "overlap"
         )
     owners = tuple((place, target) for place, (_, target) in fields.items())
-    return NodeChange(entry.node, params, owners)
+    return NodeChange(setting.node, params, owners)
 
 
 _CONFIRMED = {Sort.POINTER: "signature", Sort.UNKNOWN: "allocation", Sort.FIELD: "field"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -29,36 +29,20 @@ from ostinato.driver.api import (
     NodeParams,
     UpdateVerdict,
 )
-from ostinato.driver.context import Context
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.launcher import set_nodes, set_words
+from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError, GraphError, InputError, UpdateRefusedError
-from ostinato.graph.frozen import Frozen, check_loops, kept_of_graphs
-from ostinato.graph.node import Node, NodeLabel, NodeReader, every_node, given_reach, index_below
+from ostinato.graph.frozen import Definition, Frozen, Nodes, check_loops, kept_of_graphs
+from ostinato.graph.node import Node, every_node, given_reach, index_below
 from ostinato.graph.plan import VERDICTS, NodeChange, Rebinding, keeps, refused, require_kept
-from ostinato.graph.words import Setting, WordIndex
+from ostinato.graph.words import IndexedNode, Setting, WordIndex, WordPlace, first_setting
 from ostinato.memory.ranges import KnownRanges
 
 _HALF_DONE = (
     "a change of this executable failed, and so did taking it back, so what it would run is not "
     "known; instantiate its graph again"
 )
-
-
-class Definition(Protocol):
-    """The part of `Graph` that a shadow needs."""
-
-    @property
-    def context(self) -> Context: ...
-    @property
-    def labels(self) -> Mapping[NodeHandle, NodeLabel]: ...
-    @property
-    def handle(self) -> GraphHandle: ...
-    @property
-    def owned(self) -> bool: ...
-    def nodes(self) -> tuple[Node, ...]: ...
-    @property
-    def reader(self) -> NodeReader: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +61,48 @@ class Live:
     in another way since, and needs a new `Live`.
     """
 
-    __slots__ = ("dirty", "gone", "node", "owners", "params", "reach", "setter", "signature")
+    __slots__ = (
+        *("_unread", "dirty", "gone", "handle", "node", "owners", "params", "reach", "setter"),
+        "signature",
+    )
+    node: Node
+    params: KernelNodeParams
+    signature: Signature | None
+    reach: dict[int, int]
 
-    def __init__(self, setting: Setting, params: KernelNodeParams, setter: KernelSetter) -> None:
-        self.node = setting.node
-        self.params = params
-        self.signature = setting.signature
-        self.setter = setter
+    def __init__(
+        self,
+        handle: NodeHandle,
+        setter: KernelSetter,
+        owners: dict[WordPlace, object],
+        content: Setting | tuple[Nodes, int],
+    ) -> None:
+        """`content`: the setting, or the place at which a node that did not change is read once
+        more than its bytes is asked for."""
+        self.handle, self.setter = handle, setter
         # Shared with the record: the record must not keep memory alive that was replaced here.
-        self.owners = setting.owners
-        self.reach = dict(setting.reach)
+        self.owners = owners
         self.dirty = False
         self.gone = False
+        if isinstance(content, Setting):
+            self._fill(content)
+        else:
+            self._unread = content
+
+    def _fill(self, setting: Setting) -> None:
+        assert isinstance(setting.params, KernelNodeParams)
+        self.node, self.signature, self.reach = setting.node, setting.signature, dict(setting.reach)
+        self.params = setting.params
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            """Called where a slot is empty: reads the node."""
+            if name not in Live.__annotations__:
+                raise AttributeError(name)
+            nodes, index = self._unread
+            self._fill(first_setting(nodes.read(index)))
+            return getattr(self, name)
 
     def setting(self) -> Setting:
         """Returns the present content of the node."""
@@ -152,16 +166,13 @@ class Shadow:
         """The reason why the executable must not be launched any more; empty if it may."""
         self._graph, self._executable = graph, executable
         self._driver = graph.context.driver
-        self._frozen = _frozen(graph)
+        self._frozen = frozen_of(graph)
         self._handles = self._frozen.outer.nodes
-        self._single: dict[int, Node] = {}
-        """Nodes that were read one by one."""
-        self._nodes: tuple[Node, ...] | None = None
-        self._given: dict[NodeHandle, Setting] = {}
-        """Settings of unchanged nodes, computed at their first use."""
+        self._read: Nodes | None = None
+        """The nodes as instantiated, or last updated; read from their first use on."""
         self._now = Now()
         self._live: dict[NodeHandle, Live] = {}
-        self._dirty: list[Live] = []
+        self._dirty: dict[NodeHandle, Live] = {}
         """The `Live` objects with changes that `_now` does not have."""
         self._words: WordIndex | None = None
         self._stale: set[NodeHandle] = set()
@@ -217,12 +228,13 @@ class Shadow:
             for n in nodes
         )
 
-    def definition(self) -> tuple[Node, ...]:
-        """Returns the nodes as instantiated, or last updated, with the handles of the first ones.
+    def _nodes(self) -> Nodes:
+        """The nodes as instantiated, or last updated, with the handles of the first ones.
 
-        Raises UpdateRefusedError if an update took a graph whose nodes come in another order.
+        Raises ClosedError if the definition was closed before their first use, UpdateRefusedError
+        if an update took a graph whose nodes come in another order.
         """
-        if self._nodes is None:
+        if self._read is None:
             graph, frozen = self._now.updated or (self._graph, self._frozen)
             _ = graph.handle  # raises if it was closed
             # CUDA pairs nodes along edges, so it also takes a graph whose nodes come in another
@@ -232,14 +244,13 @@ class Shadow:
                     "the executable was updated from a graph whose nodes come in another order, so "
                     "its single nodes cannot be told apart any more; instantiate again to set them"
                 )
-            find, reader = KnownRanges(self._driver.memory_range), graph.reader
-            read = [frozen.node(reader, index, find) for index in range(len(self._handles))]
-            if self._now.updated is None:
-                self._nodes = tuple(self._single.get(node.index, node) for node in read)
-            else:
-                self._nodes = _under_handles(self._frozen, self._frozen.outer, read)
-            self._single = {}
-        return self._nodes
+            find = KnownRanges(self._driver.memory_range)
+            self._read = Nodes(graph, graph.reader, frozen, self._frozen, find)
+        return self._read
+
+    def definition(self) -> tuple[Node, ...]:
+        """Returns the nodes as instantiated, or last updated.  Raises as `_nodes`."""
+        return self._nodes().all()
 
     def node(self, node: Node | int) -> Node:
         """Returns a node as it was in the definition, also inside child graphs and bodies.
@@ -250,9 +261,9 @@ class Shadow:
         _ = self._graph.handle
         handles = self._handles
         if not isinstance(node, Node):
-            return self._own(index_below(len(handles), node))
+            return self._nodes().read(index_below(len(handles), node))
         if node.index < len(handles) and handles[node.index] == node.handle:
-            return self._own(node.index)
+            return self._nodes().read(node.index)
         found = next((n for n in every_node(self.definition()) if n.handle == node.handle), None)
         if found is None:
             raise InputError(
@@ -260,62 +271,48 @@ class Shadow:
             )
         return found
 
-    def _own(self, index: int) -> Node:
-        """Returns one of the graph's own nodes, without reading the others."""
-        if self._nodes is not None or self._now.updated is not None:
-            return self.definition()[index]
-        found = self._single.get(index)
-        if found is None:
-            find = KnownRanges(self._driver.memory_range)
-            reader = self._graph.reader
-            found = self._single[index] = self._frozen.node(reader, index, find)
-        return found
-
-    def _folded(self) -> Now:
-        """Returns the record of the settings, including those in `Live` nodes."""
-        if self._dirty:
-            made = {live.node.handle: live.setting() for live in self._dirty}
+    def _folded(self, handles: Iterable[NodeHandle] | None = None) -> Now:
+        """Returns the record of the settings, including those in the `Live` objects of these nodes,
+        or of all."""
+        chosen = tuple(self._dirty) if handles is None else self._dirty.keys() & handles
+        made = {handle: self._dirty[handle].setting() for handle in chosen}
+        if made:
             self._now = replace(self._now, settings={**self._now.settings, **made})
-            for live in self._dirty:
-                self._given.pop(live.node.handle, None)  # a `Live` writes owners into it
-                live.dirty = False
-            self._dirty.clear()  # last: an entry that is here twice is only read twice
+            for folded in made:
+                self._dirty.pop(folded).dirty = False
         return self._now
 
     def setting(self, node: Node) -> Setting:
         """Returns the present setting of one of these nodes."""
-        now = self._folded().settings.get(node.handle)
-        if now is None:
-            now = self._given.get(node.handle)
-        if now is None:
-            now = self._given[node.handle] = as_given(node)
-        return now
+        now = self._folded((node.handle,)).settings.get(node.handle)
+        return first_setting(node) if now is None else now
+
+    def setting_at(self, entry: IndexedNode) -> Setting:
+        """Returns the present setting of a node of `words`."""
+        now = self._folded((entry.handle,)).settings.get(entry.handle)
+        return first_setting(entry.nodes.read(entry.index)) if now is None else now
+
+    def owners(self, handle: NodeHandle) -> Mapping[WordPlace, object]:
+        """Returns the owners of the memory at which words of a node were set, by their places."""
+        known = self._live.get(handle) or self._now.settings.get(handle)
+        return {} if known is None else known.owners
 
     def params(self, node: Node) -> NodeParams:
         """Returns the parameters of one of these nodes in the next launch."""
-        now = self._folded().settings.get(node.handle)
+        now = self._folded((node.handle,)).settings.get(node.handle)
         return node.params if now is None else now.params
-
-    def _walk(
-        self, nodes: tuple[Node, ...], outer: tuple[Node, ...]
-    ) -> Iterator[tuple[tuple[Node, ...], Setting]]:
-        """Yields the setting of every node, also inside, with the nodes around it from outside."""
-        for node in nodes:
-            yield outer, self.setting(node)
-            for body in node.children:
-                yield from self._walk(body, (*outer, node))
 
     def words(self) -> WordIndex:
         """Returns an index of every word that may hold an address in the next launch."""
         index, self._words = self._words, None  # stored again only if no error is raised
         if index is not None and self._stale:
-            settings = self._folded().settings
+            settings = self._folded(self._stale).settings
             changed = [settings.get(handle) for handle in self._stale]
             # A handle without a setting was updated.
             if None in changed or not index.refresh(one for one in changed if one):
                 index = None
         if index is None:
-            index = WordIndex(self._walk(self.definition(), ()))
+            index = WordIndex(self._nodes().parts(), self._folded().settings)
         self._stale.clear()
         self._words = index
         return index
@@ -330,8 +327,27 @@ class Shadow:
             assert isinstance(params, KernelNodeParams)
             made = self._driver.exec_prepare_kernel(self._executable, node.handle, params)
             setter = self._plain_setter(node, params) if made is None else made
-            live = self._live[node.handle] = Live(setting, params, setter)
+            live = self._live[node.handle] = Live(node.handle, setter, setting.owners, setting)
         return live
+
+    def _lives(self, index: WordIndex, entries: Sequence[int]) -> list[Live]:
+        """Returns kernel nodes of an index to be changed in place."""
+        lives: list[Live] = []
+        for nodes, indices in index.kernels(entries):
+            keys, handles, known = nodes.frozen.kernels.keys, nodes.handles, self._live
+            settings = self._now.settings
+            new = [
+                i
+                for i in indices
+                if handles[i] not in known and handles[i] not in settings and keys[i] is not None
+            ]
+            which = [handles[i] for i in new]
+            prepare = self._driver.exec_prepare_kernels
+            setters = prepare(self._executable, which, nodes.frozen, new) if new else None
+            for i, setter in zip(new, setters or (), strict=False):
+                known[handles[i]] = Live(handles[i], setter, {}, (nodes, i))
+            lives += [known.get(handles[i]) or self.live(nodes.read(i)) for i in indices]
+        return lives
 
     def _plain_setter(self, node: Node, params: KernelNodeParams) -> _PlainSetter:
         return _PlainSetter(partial(self._set_one, node), params)
@@ -339,23 +355,24 @@ class Shadow:
     def touch(self, live: Live) -> None:
         """Marks a `Live` node as changed.  Call it before the change."""
         if not live.dirty:
-            self._dirty.append(live)
+            self._dirty[live.handle] = live
             live.dirty = True
-        self._stale.add(live.node.handle)
+        self._stale.add(live.handle)
 
     def end_live(self) -> None:
-        """Folds the content of `Live` nodes into the record, and ends these."""
-        self._end(tuple(self._live))
+        """Ends the `Live` nodes; what they hold can still be read."""
+        for live in self._live.values():
+            live.gone = True
 
     def _end(self, handles: Sequence[NodeHandle]) -> None:
-        if handles:
-            self._folded()
-            self._drop(handles)
+        self._folded(handles)
+        self._drop(handles)
 
     def _drop(self, handles: Iterable[NodeHandle]) -> None:
         """Drops the `Live` objects of these nodes: the driver was given other parameters."""
         for handle in handles:
             live = self._live.pop(handle, None)
+            self._dirty.pop(handle, None)
             if live is not None:
                 live.gone = True
                 live.owners = {}  # a patcher may keep the object for longer
@@ -381,7 +398,7 @@ class Shadow:
 
     def rebind(self, plan: Rebinding) -> list[object]:
         """Makes a rebinding that was planned from the present `words`.  Raises as `write`."""
-        lives, counts = [self.live(node) for node in plan.nodes], plan.counts.tolist()
+        lives, counts = self._lives(plan.index, plan.entries), plan.counts.tolist()
         of_words = [live for live, n in zip(lives, counts, strict=True) for _ in range(n)]
         places, raws = plan.places.tolist(), plan.values.tobytes()
         now = self._after(plan.changes) if plan.changes else None
@@ -398,11 +415,14 @@ class Shadow:
         for live in lives:
             self.touch(live)
         for live, place, target in zip(of_words, places, plan.targets, strict=True):
-            old.append(live.owners.get(place))
-            live.owners[place] = target
+            owners = live.owners
+            before = owners.get(place)
+            if before is not None:
+                old.append(before)
+            owners[place] = target
         self._end(gone)
-        if self._words is not None:
-            self._words.move(*plan.moved)
+        if self._words is plan.index:
+            plan.index.move(*plan.moved)
             self._stale.clear()
         return old
 
@@ -417,7 +437,7 @@ class Shadow:
 
         Raises UpdateRefusedError, also if the driver would silently take only a part.
         """
-        frozen = _frozen(graph)
+        frozen = frozen_of(graph)
         self._require_kept(self._frozen, frozen)
         outcome = self._driver.exec_update(self._executable, graph.handle)
         if outcome.verdict is not UpdateVerdict.SUCCESS:
@@ -466,7 +486,7 @@ class Shadow:
             self._undo([live.node for live in new])
         made = [(live, live.params.with_data(bytes(data))) for live, data in new.items()]
         self._set([(live.node, params) for live, params in made])
-        gone = [live.node.handle for live in new if type(live.setter) is not _PlainSetter]
+        gone = [live.handle for live in new if type(live.setter) is not _PlainSetter]
         for live, params in made:
             live.setter = self._plain_setter(live.node, params)
         return gone
@@ -491,8 +511,7 @@ class Shadow:
         for change in changes:
             if isinstance(change.params, ChildGraphNodeParams):
                 made.update(self._changed_inside(change, change.params.graph))
-        now = self._folded()
-        return replace(now, settings={**now.settings, **made})
+        return replace(self._now, settings={**self._now.settings, **made})
 
     def _changed(self, change: NodeChange) -> Setting:
         old, params = self.setting(change.node), change.params
@@ -575,15 +594,16 @@ class Shadow:
     def _commit(self, now: Now) -> list[object]:
         """Stores a record that the driver accepted.  Returns the owners of memory before it, which
         may not be pointed at any more."""
-        before = self._folded()
+        before = self._now
         if now.updated is not before.updated:
             # Decoded only when a single node is used.
-            self._nodes = None
-            self._given = {}
-            self._drop(tuple(self._live))
-            self._now, self._words = now, None
             old: list[object] = [] if before.updated is None else [before.updated[0]]
-            return old + [o for s in before.settings.values() for o in s.owners.values()]
+            every = [one.owners for one in before.settings.values()]
+            every += [live.owners for live in self._live.values()]
+            old += [owner for owners in every for owner in owners.values()]
+            self._drop(tuple(self._live))
+            self._now, self._read, self._words = now, None, None
+            return old
         settings = before.settings
         changed = [h for h, setting in now.settings.items() if settings.get(h) is not setting]
         self._drop(changed)
@@ -593,17 +613,8 @@ class Shadow:
 
     def clear(self) -> None:
         """Releases the settings, after the executable was destroyed."""
-        self.end_live()
+        self._drop(tuple(self._live))
         self._now = Now()
-        self._given = {}
-
-
-def as_given(node: Node) -> Setting:
-    """Returns the content of a node of a definition."""
-    reach: dict[int, int] = {}
-    if isinstance(node.params, KernelNodeParams):
-        reach = given_reach(node.params.arguments.data, node.keep)
-    return Setting(node, node.params, node.signature, reach)
 
 
 def _kept_reach(
@@ -615,24 +626,8 @@ def _kept_reach(
     return {at: n for at, n in reach.items() if same and old[at : at + 8] == new[at : at + 8]}
 
 
-def _under_handles(first: Frozen, outer: FrozenGraph, new: Sequence[Node]) -> tuple[Node, ...]:
-    """Returns the new nodes with the handles of the first ones, also inside of nodes."""
-    return tuple(
-        replace(
-            n,
-            handle=handle,
-            children=tuple(
-                _under_handles(first, inner, body)
-                for inner, body in zip(first.inside(outer, index), n.children, strict=True)
-            )
-            if n.children
-            else (),
-        )
-        for index, (handle, n) in enumerate(zip(outer.nodes, new, strict=True))
-    )
-
-
-def _frozen(graph: Definition) -> Frozen:
+def frozen_of(graph: Definition) -> Frozen:
+    """Returns the present content of a graph."""
     # In an adopted graph another library may remove a node of this library, and add one that
     # gets its handle.
     return Frozen(graph.context.driver, graph.handle, graph.labels if graph.owned else None)

@@ -36,10 +36,10 @@ from ostinato.driver.context import CallKind, Context
 from ostinato.driver.stream import Event, Stream, require_stream
 from ostinato.errors import CaptureError, InputError
 from ostinato.graph.flat import FlatNode
-from ostinato.graph.launching import prepare
 from ostinato.graph.probes import probe
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.outline import kind_text, line_text, shorten
+from ostinato.launching import prepare
 from ostinato.memory.buffer import allocate
 
 _PAIRS = 8

@@ -15,10 +15,13 @@ a wrong answer.  Not found: memory used by a host function, or behind a pointer 
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +31,7 @@ from ostinato.driver.api import (
     AllocNodeParams,
     BatchMemOpNodeParams,
     FreeNodeParams,
+    KernelArguments,
     KernelNodeParams,
     MemcpyNodeParams,
     MemOpKind,
@@ -38,12 +42,15 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.signature import BYTES, Access, Parameter, Signature
+from ostinato.driver.stream import Operation
 from ostinato.errors import InputError
-from ostinato.graph.launching import Inside
-from ostinato.graph.node import Node
+from ostinato.graph.frozen import Nodes
+from ostinato.graph.node import Node, given_reach
+from ostinato.launching import Inside
 from ostinato.memory.ranges import range_of
 
 _WORD = 8
+_MOST = (1 << 64) - 1
 _WHOLE = "owner "
 
 WordPlace: TypeAlias = int | str
@@ -175,95 +182,229 @@ class Touch:
 
 def as_word(address: int) -> np.uint64:
     """Clips an address for comparisons: a caller's range may exceed the values of a word."""
-    return np.uint64(min(max(address, 0), (1 << 64) - 1))
+    return np.uint64(min(max(address, 0), _MOST))
 
 
-class IndexedNode(NamedTuple):
-    """One node of the index: its words are the rows from `start` on."""
+@dataclass(frozen=True, slots=True)
+class IndexedNode:
+    """One node of the index."""
 
-    outer: tuple[Node, ...]
-    """The child graph or conditional nodes around it, outermost first."""
-    node: Node
-    start: int
-    words: tuple[Word, ...]
+    nodes: Nodes
+    index: int
+    name: str
+
+    @property
+    def handle(self) -> NodeHandle:
+        return self.nodes.handles[self.index]
+
+    @property
+    def operation(self) -> Operation | None:
+        return self.nodes.operations([self.index])[0]
 
     @property
     def named(self) -> tuple[int, str]:
         """The index of the outermost node, and the names from there inwards."""
-        if not self.outer:
-            return self.node.index, self.node.name
-        return self.outer[0].index, " / ".join(n.name for n in (*self.outer, self.node))
+        outer = self.nodes.outer
+        if not outer:
+            return self.index, self.name
+        return outer[0][0], " / ".join([*(name for _, name in outer), self.name])
+
+
+class _Kind(NamedTuple):
+    """The words and the name of a node: most nodes of one function share both."""
+
+    words: tuple[Word, ...]
+    name: str
+
+
+class _Read(NamedTuple):
+    """The words of a node, their values, and their rows of `reach`."""
+
+    words: tuple[Word, ...]
+    values: list[int]
+    extents: list[int]
 
 
 class WordIndex:
-    """An index as at the top of the file.  Not thread-safe."""
+    """An index as at the top of the file.  Not thread-safe.
 
-    def __init__(self, settings: Iterable[tuple[tuple[Node, ...], Setting]]) -> None:
-        """`settings`: those of every node, with the nodes around it, outermost first."""
+    Kernels that did not change are read all at once, without a record for each.
+    """
+
+    def __init__(
+        self, parts: Iterable[tuple[Nodes, range]], changed: Mapping[NodeHandle, Setting]
+    ) -> None:
+        """`parts`: all nodes, as ranges of indices; `changed`: the settings of changed nodes."""
         # By identity: nodes of one kernel share both objects, and hashing them takes longer than
         # the use of their places.
         self._known: dict[tuple[int, int, int], tuple[tuple[Word, ...], object]] = {}
-        self.entries: list[IndexedNode] = []
-        addresses: list[int] = []
-        reach: list[int] = []
-        owners: list[int] = []
-        for outer, setting in settings:
-            words, values, extents = self._read(setting)
-            owners += [len(self.entries)] * len(words)
-            self.entries.append(IndexedNode(outer, setting.node, len(addresses), words))
-            addresses += values
-            reach += extents
-        every = [word for entry in self.entries for word in entry.words]
-        self._by_handle = {entry.node.handle: entry for entry in self.entries}
-        self.addresses = np.array(addresses, np.uint64)
-        self.reach = np.array(reach, np.int64)
-        """The number of bytes used.  If unknown, `-1 - n`: n bytes were there up to the end of the
-        allocation when the definition was read (`_stored`)."""
-        self.sorts = np.array([word.sort for word in every], np.uint8)
-        self.places = np.array([word.offset for word in every], np.uint32)
-        self.owners = np.array(owners, np.intp)
-        """The entry of each row."""
-        self._every = every
+        self._parts = list(parts)
+        self._firsts: list[int] = []
+        """The entry at which each part begins."""
+        self._kinds: list[_Kind] = []
+        numbers: dict[object, int] = {}
+        kinds: list[int] = []
+        alone: dict[int, _Read] = {}
+        owners: list[tuple[object, ...]] = []
+        for nodes, indices in self._parts:
+            self._firsts.append(len(kinds))
+            handles, keys = nodes.handles, nodes.frozen.kernels.keys[indices.start : indices.stop]
+            for index, key, made in zip(indices, keys, nodes.operations(indices), strict=True):
+                if key is None or handles[index] in changed:
+                    read = alone[len(kinds)] = self._alone(nodes, index, changed)
+                    owners.append(())
+                    kinds.append(len(self._kinds))
+                    self._kinds.append(_Kind(read.words, nodes.name(index)))
+                    continue
+                signature = None if made is None else made.signature
+                number = numbers.get((id(signature), key))
+                if number is None:
+                    number = numbers[id(signature), key] = len(self._kinds)
+                    words = self._words_of(signature, nodes.frozen.kernel(index)[1])
+                    self._kinds.append(_Kind(words, nodes.name(index)))
+                owners.append(() if made is None else made.keep)
+                kinds.append(number)
+        self._kind_of = np.array(kinds, np.intp)
+        self._by_handle: dict[NodeHandle, int] = {}
+        """The entries, once a node is read again."""
         self._types: tuple[npt.NDArray[np.intp], dict[np.dtype[Any], int]] | None = None
+        content = _Content(self._parts, owners)
+        at = self._lay_out(content, alone)
+        split = content.entries_with_more(at)
+        for entry in split:
+            alone[entry] = read = self._split(*self._where(entry))
+            self._kind_of[entry] = len(self._kinds)
+            self._kinds.append(_Kind(read.words, self._kinds[kinds[entry]].name))
+        if split:
+            at = self._lay_out(content, alone)
+        self.addresses, self.reach = content.words[at], content.reach[at]
+        """`reach`: the number of bytes used.  If unknown, `-1 - n`: n bytes were there up to the
+        end of the allocation when the definition was read (`_stored`)."""
+        open_ended = np.flatnonzero((self.sorts == Sort.POINTER) & (self.reach < 0))
+        for row, address in zip(open_ended, self.addresses[open_ended].tolist(), strict=True):
+            self.reach[row] = -1 - _left_of(self._parts[0][0].find, address)
+        for entry, read in alone.items():
+            rows = self._rows(entry)
+            self.addresses[rows], self.reach[rows] = read.values, read.extents
 
-    def _read(self, setting: Setting) -> tuple[tuple[Word, ...], list[int], list[int]]:
-        """Returns a node's words, their values, and their rows of `reach`."""
-        params = setting.params
-        if not isinstance(params, KernelNodeParams):
-            fields = address_fields(params)
-            words = tuple(
-                Word(0, f.place, Sort.FIELD, place=f.place, written=f.written) for f in fields
-            )
-            return words, [f.address for f in fields], [f.nbytes for f in fields]
-        data, layout, reach = params.arguments.data, params.arguments.layout, setting.reach
-        key = id(setting.signature), id(layout), len(data)
+    def _lay_out(self, content: _Content, alone: Collection[int]) -> npt.NDArray[np.intp]:
+        """Makes the rows of all words.  Returns the place of each in the content."""
+        self._every = [word for kind in self._kinds for word in kind.words]
+        counts = np.array([len(kind.words) for kind in self._kinds], np.intp)
+        each = counts[self._kind_of]
+        self._starts = np.cumsum(each) - each
+        self.owners = np.repeat(np.arange(len(each)), each)
+        """The entry of each row."""
+        first = (np.cumsum(counts) - counts)[self._kind_of]
+        self._word_of = np.arange(len(self.owners)) + (first - self._starts)[self.owners]
+        self.sorts = np.array([word.sort for word in self._every], np.uint8)[self._word_of]
+        self.places = np.array([word.offset for word in self._every], np.uint32)[self._word_of]
+        at = content.starts[self.owners] + self.places.astype(np.intp) // _WORD
+        apart = np.zeros(len(each), np.bool_)
+        apart[list(alone)] = True
+        at[apart[self.owners]] = len(content.words) - 1  # their values are set afterwards
+        return at
+
+    def _words_of(
+        self, signature: Signature | None, arguments: KernelArguments
+    ) -> tuple[Word, ...]:
+        layout, nbytes = arguments.layout, len(arguments.data)
+        key = id(signature), id(layout), nbytes
         known = self._known.get(key)
         if known is None:
-            words = words_of(setting.signature, layout, len(data))
-            known = self._known[key] = words, (setting.signature, layout)
-        words = known[0]
+            words = words_of(signature, layout, nbytes)
+            known = self._known[key] = words, (signature, layout)
+        return known[0]
+
+    def _alone(self, nodes: Nodes, index: int, changed: Mapping[NodeHandle, Setting]) -> _Read:
+        """Reads a node that changed, or is no kernel."""
+        setting = changed.get(nodes.handles[index])
+        params = nodes.frozen.params(index) if setting is None else setting.params
+        if not isinstance(params, KernelNodeParams):
+            return _fields(params)
+        return self._changed(setting or first_setting(nodes.read(index)))
+
+    def _changed(self, setting: Setting) -> _Read:
+        params = setting.params
+        if not isinstance(params, KernelNodeParams):
+            return _fields(params)
+        stored = partial(_stored, setting)
+        return self._kernel(setting.signature, params.arguments, setting.reach, stored)
+
+    def _split(self, nodes: Nodes, index: int) -> _Read:
+        """Reads a kernel that was given memory at a word that is in no single argument."""
+        (made,), (_, arguments) = nodes.operations([index]), nodes.frozen.kernel(index)
+        assert made is not None, "it was given memory"
+        reach = given_reach(arguments.data, made.keep)
+        find = nodes.find
+        return self._kernel(
+            made.signature, arguments, reach, lambda _, address: _left_of(find, address)
+        )
+
+    def _kernel(
+        self,
+        signature: Signature | None,
+        arguments: KernelArguments,
+        reach: dict[int, int],
+        stored: Callable[[int, int], int],
+    ) -> _Read:
+        words, data = self._words_of(signature, arguments), arguments.data
         every = struct.unpack_from(f"<{len(data) // _WORD}Q", data)
         values = [every[word.offset // _WORD] for word in words]
         extents = [reach.get(word.offset, -1) for word in words]
         if -1 in extents:
             for at, word in enumerate(words):
                 if extents[at] == -1 and word.sort is Sort.POINTER:
-                    extents[at] = -1 - _stored(setting, word.offset, values[at])
+                    extents[at] = -1 - stored(word.offset, values[at])
         if len(reach) > len(words) - extents.count(-1):
             # Words across two arguments: an address in two halves, say.
-            words, values, extents = _with_split(layout, words, values, extents, every, reach)
-        return words, values, extents
+            return _with_split(arguments.layout, _Read(words, values, extents), every, reach)
+        return _Read(words, values, extents)
 
     def refresh(self, settings: Iterable[Setting]) -> bool:
         """Reads changed nodes again.  Returns False if the index must be built anew."""
+        if not self._by_handle:
+            every = (nodes.handles[i] for nodes, indices in self._parts for i in indices)
+            self._by_handle = {handle: entry for entry, handle in enumerate(every)}
         for setting in settings:
+            read = self._changed(setting)
             entry = self._by_handle.get(setting.node.handle)
-            words, values, extents = self._read(setting)
-            if entry is None or not (words is entry.words or words == entry.words):
+            if entry is None:
                 return False
-            rows = slice(entry.start, entry.start + len(words))
-            self.addresses[rows], self.reach[rows] = values, extents
+            before = self._kinds[self._kind_of[entry]].words
+            if not (read.words is before or read.words == before):
+                return False
+            rows = self._rows(entry)
+            self.addresses[rows], self.reach[rows] = read.values, read.extents
         return True
+
+    def _rows(self, entry: int) -> slice:
+        start = int(self._starts[entry])
+        return slice(start, start + len(self._kinds[self._kind_of[entry]].words))
+
+    def _where(self, entry: int) -> tuple[Nodes, int]:
+        place = bisect_right(self._firsts, entry) - 1
+        nodes, indices = self._parts[place]
+        return nodes, indices[entry - self._firsts[place]]
+
+    def node(self, entry: int) -> IndexedNode:
+        """Returns the node of an entry."""
+        return IndexedNode(*self._where(entry), self._kinds[self._kind_of[entry]].name)
+
+    def count_outermost(self, entries: npt.NDArray[np.intp]) -> int:
+        """Returns the number of the graph's own nodes that these are, or that they are inside."""
+        outermost = [
+            np.full(len(indices), nodes.outer[0][0]) if nodes.outer else np.array(indices, np.intp)
+            for nodes, indices in self._parts
+        ]
+        return int(np.count_nonzero(np.bincount(np.concatenate(outermost)[entries])))
+
+    def kernels(self, entries: Sequence[int]) -> Iterator[tuple[Nodes, list[int]]]:
+        """Yields the nodes of entries in ascending order, by their graphs."""
+        for first, (nodes, indices) in zip(self._firsts, self._parts, strict=True):
+            low, high = (bisect_left(entries, first + n) for n in (0, len(indices)))
+            if low < high:
+                yield nodes, [indices.start + entry - first for entry in entries[low:high]]
 
     def move(self, rows: npt.NDArray[np.intp], values: npt.NDArray[np.uint64]) -> None:
         """Notes that words have other values, with the extents as before."""
@@ -272,7 +413,7 @@ class WordIndex:
 
     def at(self, row: int) -> tuple[IndexedNode, Word]:
         """Returns the node and the word of a row."""
-        return self.entries[int(self.owners[row])], self._every[row]
+        return self.node(int(self.owners[row])), self._every[self._word_of[row]]
 
     def other_type(self, rows: npt.NDArray[np.intp], holds: np.dtype[Any]) -> npt.NDArray[np.bool_]:
         """Returns a mask of the words that must point at another type than `holds`."""
@@ -282,7 +423,7 @@ class WordIndex:
                 -1 if word.holds is None else numbers.setdefault(word.holds, len(numbers))
                 for word in self._every
             ]
-            self._types = np.array(each, np.intp), numbers
+            self._types = np.array(each, np.intp)[self._word_of], numbers
         types, wanted = self._types[0][rows], self._types[1].get(holds, -2)
         other: npt.NDArray[np.bool_] = (types >= 0) & (types != wanted)
         return other
@@ -290,7 +431,7 @@ class WordIndex:
     # --- used memory
     def manifest(self, find: Find) -> Iterator[Touch]:
         """Yields every pointer, in the order of the nodes."""
-        touches = (self._touch(row, find) for row in range(len(self._every)))
+        touches = (self._touch(row, find) for row in range(len(self.owners)))
         return (touch for touch in touches if touch is not None)
 
     def touches(self, target: MemoryRange, allocation: MemoryRange | None) -> bool:
@@ -307,7 +448,7 @@ class WordIndex:
     def dangling(
         self,
         closed: MemoryRange,
-        setting_of: Callable[[Node], Setting],
+        owners_of: Callable[[NodeHandle], Mapping[WordPlace, object]],
         apart: Sequence[tuple[NodeHandle, range]] = (),
     ) -> Touch | None:
         """Returns a pointer into memory that was freed, or None.
@@ -317,10 +458,11 @@ class WordIndex:
         """
         for row in self._using(closed, closed.address).tolist():
             entry, word = self.at(row)
-            if any(entry.node.handle == node and word.key in places for node, places in apart):
+            if any(entry.handle == node and word.key in places for node, places in apart):
                 continue
-            address = int(self.addresses[row])
-            if not _has_open_owner(setting_of(entry.node), word.key, address):
+            address, operation = int(self.addresses[row]), entry.operation
+            keep = () if operation is None else operation.keep
+            if not _has_open_owner(owners_of(entry.handle), keep, word.key, address):
                 return self._touch(row, lambda at: closed if closed.holds(at) else None)
         return None
 
@@ -347,33 +489,132 @@ class WordIndex:
                 nbytes = -1 - nbytes or 1
             else:
                 return None
-        index, name, place = entry.node.index, entry.node.name, word.place
-        if entry.outer:
-            place = " ".join([*(n.name for n in entry.outer[1:]), name, place])
-            index, name = entry.outer[0].index, entry.outer[0].name
+        index, name, place = entry.index, entry.name, word.place
+        if entry.nodes.outer:
+            (index, outermost), *between = entry.nodes.outer
+            place = " ".join([*(outer for _, outer in between), name, place])
+            name = outermost
         memory = MemoryRange(address, nbytes)
-        return Touch(index, name, place, memory, word.written, entry.node.handle, word.key)
+        return Touch(index, name, place, memory, word.written, entry.handle, word.key)
+
+
+class _Content:
+    """The argument bytes of all kernels of an index, as words.
+
+    `words` ends with a zero; `starts` is the place of each entry's first word; `reach` has for each
+    word the number of bytes that the launch was given there, or -1.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Nodes, range]], owners: Sequence[tuple[object, ...]]
+    ) -> None:
+        """`owners`: the objects that the launch of each entry got."""
+        blocks, starts, sizes, total = [], [], [], 0
+        for nodes, indices in parts:
+            columns = nodes.frozen.kernels
+            begins = columns.starts[indices.start : indices.stop].astype(np.intp) // _WORD
+            words = np.frombuffer(columns.data, np.uint64)
+            if len(begins):
+                stop = indices.stop
+                end = (
+                    int(columns.starts[stop]) // _WORD if stop < len(nodes.handles) else len(words)
+                )
+                blocks.append(words[begins[0] : end])
+                starts.append(begins - begins[0] + total)
+                sizes.append(columns.sizes[indices.start : stop].astype(np.intp))
+                total += len(blocks[-1])
+        nothing = np.zeros(0, np.intp)
+        self.words = np.concatenate([*blocks, np.zeros(1, np.uint64)])
+        self.starts = np.concatenate([nothing, *starts])
+        self.reach = np.full(len(self.words), -1, np.int64)
+        counts = np.diff(self.starts, append=total)
+        self._entries = np.repeat(np.arange(len(counts)), counts)
+        if any(owners):
+            whole = np.concatenate([nothing, *sizes]) // _WORD  # a last word may be a part of one
+            self._find_given(owners, self.starts + whole)
+
+    def _find_given(self, owners: Sequence[tuple[object, ...]], ends: npt.NDArray[np.intp]) -> None:
+        """Does the work of `given_reach` for all entries, whose words end at `ends`."""
+        flat = list(itertools.chain.from_iterable(owners))
+        ids = np.fromiter(map(id, flat), np.intp, len(flat))
+        each = dict(zip(map(id, flat), flat, strict=True))
+        # Most are buffers: a call of `range_of` for each would be felt.
+        ranges: dict[int, Any] = {n: getattr(owner, "range", None) for n, owner in each.items()}
+        for number in [n for n, memory in ranges.items() if type(memory) is not MemoryRange]:
+            memory = None
+            with suppress(InputError):  # the kernel itself, or an object without memory
+                memory = ranges[number] = range_of(each[number])
+            if memory is None or not 0 <= memory.address <= _MOST:
+                del ranges[number]
+        if not ranges:
+            return
+        numbers = np.fromiter(ranges, np.intp, len(ranges))
+        order = np.argsort(numbers)
+        numbers, memories = numbers[order], ranges.values()
+        starts = np.array([memory.address for memory in memories], np.uint64)[order]
+        sizes = np.array([memory.nbytes for memory in memories], np.int64)[order]
+        which = np.minimum(np.searchsorted(numbers, ids), len(numbers) - 1)
+        has = numbers[which] == ids
+        which, of = which[has], np.repeat(np.arange(len(owners)), list(map(len, owners)))[has]
+        # Pairs of an entry and an address as one number: given ones, and those of all words.
+        addresses = np.sort(starts)
+        addresses = addresses[np.append(True, addresses[1:] != addresses[:-1])]
+        count = len(addresses)
+        given = of * count + np.searchsorted(addresses, starts)[which]
+        order = np.lexsort((sizes[which], given))
+        given, nbytes = given[order], sizes[which][order]
+        words = self.words[:-1]
+        place = np.minimum(np.searchsorted(addresses, words), count - 1)
+        inside = np.arange(len(words)) < ends[self._entries]
+        hit = np.flatnonzero((addresses[place] == words) & inside)
+        pair = self._entries[hit] * count + place[hit]
+        last = np.searchsorted(given, pair, "right") - 1  # the largest of equal ones
+        same = (last >= 0) & (given[last] == pair)
+        self.reach[hit[same]] = nbytes[last[same]]
+
+    def entries_with_more(self, at: npt.NDArray[np.intp]) -> list[int]:
+        """Returns entries that were given memory at other words than those at these places."""
+        more = self.reach >= 0
+        more[at] = False
+        found: list[int] = np.unique(self._entries[np.flatnonzero(more)]).tolist()
+        return found
+
+
+def _fields(params: NodeParams) -> _Read:
+    """Reads a node that is no kernel."""
+    fields = address_fields(params)
+    words = tuple(Word(0, f.place, Sort.FIELD, place=f.place, written=f.written) for f in fields)
+    return _Read(words, [f.address for f in fields], [f.nbytes for f in fields])
 
 
 def _with_split(
-    layout: tuple[ParameterSlot, ...],
-    words: tuple[Word, ...],
-    values: list[int],
-    extents: list[int],
-    every: Sequence[int],
-    reach: dict[int, int],
-) -> tuple[tuple[Word, ...], list[int], list[int]]:
+    layout: tuple[ParameterSlot, ...], read: _Read, every: Sequence[int], reach: dict[int, int]
+) -> _Read:
     """Adds the words at which the launch was given memory, and that are in no single argument."""
-    rows = list(zip(words, values, extents, strict=True))
-    there = {word.offset for word in words}
+    rows = list(zip(*read, strict=True))
+    there = {word.offset for word in read.words}
     for at in set(reach) - there:
         index = next(i for i, slot in enumerate(layout) if at < slot.offset + slot.size)
         inside = at - layout[index].offset
         place = f"argument {index}" + (f" +{inside}" if inside else "")
         rows.append((Word(at, place, Sort.SCALAR, place=place), every[at // _WORD], reach[at]))
     rows.sort(key=lambda row: row[0].offset)
-    made = tuple(row[0] for row in rows)
-    return made, [row[1] for row in rows], [row[2] for row in rows]
+    words, values, extents = zip(*rows, strict=True)
+    return _Read(words, list(values), list(extents))
+
+
+def first_setting(node: Node) -> Setting:
+    """Returns the setting of a node that did not change."""
+    reach: dict[int, int] = {}
+    if isinstance(node.params, KernelNodeParams):
+        reach = given_reach(node.params.arguments.data, node.keep)
+    return Setting(node, node.params, node.signature, reach)
+
+
+def _left_of(find: Find, address: int) -> int:
+    """Returns the number of bytes up to the end of the allocation behind an address, or 0."""
+    memory = find(address) if address else None
+    return 0 if memory is None else memory.end - address
 
 
 def _stored(setting: Setting, offset: int, address: int) -> int:
@@ -386,13 +627,15 @@ def _stored(setting: Setting, offset: int, address: int) -> int:
     return 0
 
 
-def _has_open_owner(setting: Setting, key: WordPlace, address: int) -> bool:
-    own = setting.owners.get(key)
+def _has_open_owner(
+    owners: Mapping[WordPlace, object], keep: Iterable[object], key: WordPlace, address: int
+) -> bool:
+    own = owners.get(key)
     if own is not None and not isinstance(own, tuple):
         return not _is_closed(own)
     # Not the owners of other words: one may be new memory at the address of the closed one.
-    whole = [owner for place, owner in setting.owners.items() if is_whole(place)]
-    for owner in own or (*whole, *setting.node.keep):
+    whole = [owner for place, owner in owners.items() if is_whole(place)]
+    for owner in own or (*whole, *keep):
         if isinstance(owner, Inside):
             owner = owner.storage
         try:

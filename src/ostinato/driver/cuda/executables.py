@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
     ExecHandle,
+    FrozenGraph,
     GraphHandle,
     InstantiateFlags,
     KernelNodeParams,
@@ -20,8 +21,9 @@ from ostinato.driver.api import (
     UpdateVerdict,
 )
 from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.frozen import CudaFrozenGraph
 from ostinato.driver.cuda.graphs import GraphCalls
-from ostinato.driver.launcher import kernel_node, prepare
+from ostinato.driver.launcher import kernel_node, kernel_nodes, prepare
 from ostinato.errors import DriverError, Status
 
 # CUgraphInstantiateResult in words
@@ -80,17 +82,12 @@ class ExecCalls(GraphCalls):
     def exec_prepare_launch(
         self, executable: ExecHandle, stream: StreamHandle
     ) -> Callable[[], int]:
-        if not stream:  # the legacy stream is that of the current context, which must be looked up
-
-            def launch_on_legacy() -> int:
-                self.exec_launch(executable, stream)
-                return 0
-
-            return launch_on_legacy
-
         call = self._lib.bare("cuGraphLaunch")
         assert call is not None
-        return prepare(call, executable, stream)
+        if stream:
+            return prepare(call, executable, stream)
+        # The legacy stream, which torch uses by default, is that of the current context.
+        return prepare(call, executable, stream, (self._lib.bare("cuCtxGetCurrent"), self._context))
 
     def exec_set_params(self, executable: ExecHandle, node: NodeHandle, params: NodeParams) -> None:
         seam = "exec_set_params"
@@ -114,6 +111,21 @@ class ExecCalls(GraphCalls):
         if self._off is not None or not all(self._set_addresses):
             return None
         return kernel_node(self._set_addresses, self._context, executable, node, params)
+
+    def exec_prepare_kernels(
+        self,
+        executable: ExecHandle,
+        nodes: Sequence[NodeHandle],
+        frozen: FrozenGraph,
+        indices: Sequence[int],
+    ) -> Sequence[KernelSetter] | None:
+        if self._off is not None or not all(self._set_addresses):
+            return None
+        assert isinstance(frozen, CudaFrozenGraph)
+        records, shapes, data, _ = frozen.raw
+        content = (records, shapes, data, frozen.layouts)
+        calls, context = self._set_addresses, self._context
+        return kernel_nodes(calls, context, executable, nodes, indices, content)
 
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         symbol = "cuGraphNodeSetEnabled"

@@ -1,7 +1,8 @@
 """A definition read at once (`api.FrozenGraph`): raw kernel nodes, decoded one by one.
 
-A kernel node is kept as bytes: its launch sizes and attributes as a `shape`, and its arguments.
-Most nodes of a graph have one of a few shapes, so each shape is decoded once.
+The nodes are columns: a record of each node, and the argument bytes of all.  The launch sizes and
+attributes of a kernel node are bytes too, its `shape`.  Most nodes of a graph have one of a few
+shapes, so each shape is decoded once.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -23,6 +27,7 @@ from ostinato.driver.api import (
     FreeNodeParams,
     FunctionHandle,
     KernelArguments,
+    KernelColumns,
     KernelNodeParams,
     LaunchAttributes,
     LaunchConfig,
@@ -42,8 +47,23 @@ from ostinato.driver.cuda.launch import (
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
 
-RawKernel: TypeAlias = tuple[int, bytes, bytes, bool]
-"""A kernel node's function, shape and argument bytes, and whether the bytes are packed."""
+RECORD = np.dtype(
+    [
+        ("function", np.uint64),
+        ("start", np.uint64),
+        ("size", np.uint32),
+        ("shape", np.uint32),
+        ("kind", np.int32),
+        ("packed", np.uint32),
+    ]
+)
+"""A node as `read_nodes` reads it.  `kind` is that of the node, or `UNREAD`.  A kernel's argument
+bytes begin at `start` of the bytes of all nodes (`api.KernelColumns`); `shape` is the index of its
+shape; `packed`: whether a library packed the arguments."""
+UNREAD = -1
+"""The kind of a kernel that only Python can read."""
+RawNodes: TypeAlias = tuple[bytes, list[bytes], bytes, list[tuple[int, int]]]
+"""The records, the shapes, the argument bytes of all nodes, and index and kind of the others."""
 
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
@@ -57,37 +77,50 @@ def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
     )
 
 
+@lru_cache(maxsize=4096)
+def layout_from(raw: bytes) -> tuple[ParameterSlot, ...]:
+    """Returns a layout from these bytes; the same object for equal ones."""
+    return tuple(ParameterSlot(*pair) for pair in struct.iter_unpack("=2I", raw))
+
+
 def read_nodes(
     calls: tuple[Callable[..., int], Callable[..., int], Callable[..., int]],
     nodes: Sequence[int],
     attributes: tuple[int, ...],
-    layout_of: Callable[[int], tuple[ParameterSlot, ...]],
-) -> list[int | RawKernel | None] | int:
+    layouts: dict[int, bytes],
+    missing: Callable[[int], bytes],
+) -> RawNodes | int:
     """Does the work of `_launch.read_nodes` where the extension was not built."""
     get_type, get_params, get_attribute = calls
     kind, raw, value = ctypes.c_int(), cu.KernelParams(), cu.LaunchAttributeValue()
-    found: list[int | RawKernel | None] = []
-    for node in nodes:
+    records, shapes, data = np.zeros(len(nodes), RECORD), dict[bytes, int](), bytearray()
+    others: list[tuple[int, int]] = []
+    for index, node in enumerate(nodes):
         status = get_type(node, ctypes.byref(kind))
         if status:
             return status
-        if kind.value != NodeKind.KERNEL:
-            found.append(kind.value)
-            continue
-        status = get_params(node, ctypes.byref(raw))
-        if status:
-            return status
-        if not raw.func:
-            found.append(None)
+        if kind.value == NodeKind.KERNEL:
+            status = get_params(node, ctypes.byref(raw))
+            if status:
+                return status
+        if kind.value != NodeKind.KERNEL or not raw.func:
+            others.append((index, kind.value or UNREAD))
+            records[index] = (0, len(data), 0, 0, others[-1][1], False)
             continue
         shape = [bytes(raw)[8 : 8 + _LAUNCH.size]]
         for identity in attributes:
             ctypes.memset(ctypes.byref(value), 0, _VALUE_BYTES)
             has = not get_attribute(node, identity, ctypes.byref(value))
             shape.append(_ATTRIBUTE.pack(has, bytes(value)[:16]))
-        arguments = read_arguments(raw.kernelParams, raw.extra, layout_of(raw.func))
-        found.append((raw.func, b"".join(shape), arguments.data, arguments.packed))
-    return found
+        if raw.func not in layouts:
+            layouts[raw.func] = missing(raw.func)
+        layout = layout_from(layouts[raw.func])
+        arguments = read_arguments(raw.kernelParams, raw.extra, layout)
+        number = shapes.setdefault(b"".join(shape), len(shapes))
+        size = len(arguments.data)
+        records[index] = (raw.func, len(data), size, number, NodeKind.KERNEL, arguments.packed)
+        data += arguments.data.ljust(-(-size // 8) * 8, b"\0")
+    return records.tobytes(), list(shapes), bytes(data), others
 
 
 class _Shape(NamedTuple):
@@ -169,7 +202,6 @@ class Other(NamedTuple):
 class NodeDecoder(Protocol):
     """The parts of the driver that decoding needs."""
 
-    def layout_of(self, function: int) -> tuple[ParameterSlot, ...]: ...
     def words_of(self, node: int, attributes: tuple[int, ...]) -> tuple[str, ...]: ...
     def note_config(self, node: int, config: LaunchConfig) -> None: ...
 
@@ -180,55 +212,75 @@ _MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
 
 @dataclass(eq=False)
 class CudaFrozenGraph:
-    """A frozen definition.  `others`: the indices of the nodes that are no `RawKernel`.  `read`:
-    the attributes that the shapes hold; `rest`: those to be read when a node is decoded.
-    `by_function`: a node may have attributes that the driver does not report."""
+    """A frozen definition.  `raw`: the kernels as they were read, with the `layouts` of their
+    functions (`layout_bytes`); `others`: the other nodes, by their indices.  `read`: the attributes
+    that the shapes hold; `rest`: those to be read when a node is decoded.  `by_function`: a node
+    may have attributes that the driver does not report."""
 
     decoder: NodeDecoder
     nodes: tuple[NodeHandle, ...]
-    held: Sequence[RawKernel | Other]
-    others: Sequence[int]
+    raw: RawNodes
+    layouts: dict[int, bytes]
+    others: dict[int, Other]
     edges: EdgeArrays
     read: tuple[int, ...]
     rest: tuple[int, ...]
     by_function: bool
 
     @cached_property
+    def records(self) -> npt.NDArray[Any]:
+        return np.frombuffer(self.raw[0], RECORD)
+
+    @cached_property
     def holders(self) -> list[int]:
-        return [i for i in self.others if isinstance(self.held[i][1], _HOLDERS)]
+        return [i for i, other in self.others.items() if isinstance(other.params, _HOLDERS)]
 
     @cached_property
     def memory_nodes(self) -> list[int]:
-        return [i for i in self.others if isinstance(self.held[i][1], _MEMORY_NODES)]
+        return [i for i, other in self.others.items() if isinstance(other.params, _MEMORY_NODES)]
 
     @cached_property
     def _programmatic(self) -> frozenset[int]:
         return self.edges.programmatic()
 
     def kind(self, index: int) -> NodeKind:
-        held = self.held[index]
-        if not isinstance(held, Other):
+        other = self.others.get(index)
+        if other is None:
             return NodeKind.KERNEL
-        if held.kind is None:
-            assert isinstance(held.params, DriverError)
-            raise held.params
-        return held.kind
+        if other.kind is None:
+            assert isinstance(other.params, DriverError)
+            raise other.params
+        return other.kind
 
     def params(self, index: int) -> NodeParams:
-        held = self.held[index]
-        if isinstance(held, Other):
-            if isinstance(held.params, DriverError):
-                raise held.params
-            return held.params
-        function, raw, data, packed = held
-        node = self.nodes[index]
-        decoder = self.decoder
+        other = self.others.get(index)
+        if other is not None:
+            if isinstance(other.params, DriverError):
+                raise other.params
+            return other.params
+        node, decoder = self.nodes[index], self.decoder
+        raw = self.raw[1][self.records[index]["shape"]]
         shape = _decoded(raw, self.read, node in self._programmatic)
         words = decoder.words_of(node, self.rest) if self.rest else shape.words
         decoder.note_config(node, shape.config)
-        layout = decoder.layout_of(function) if data else ()
+        function, arguments = self.kernel(index)
+        return KernelNodeParams(function, shape.config, arguments, words)
+
+    def kernel(self, index: int) -> tuple[FunctionHandle, KernelArguments]:
+        function, start, size, _, _, packed = self.records[index].item()
+        data = self.raw[2][start : start + size]
+        layout = layout_from(self.layouts[function]) if data else ()
         arguments = packed_arguments(data, layout) if packed else KernelArguments(data, layout)
-        return KernelNodeParams(FunctionHandle(function), shape.config, arguments, words)
+        return FunctionHandle(function), arguments
+
+    @cached_property
+    def kernels(self) -> KernelColumns:
+        records = self.records
+        columns = (records[name].tolist() for name in ("function", "size", "packed"))
+        keys: list[Hashable] = list(zip(*columns, strict=True))
+        for index in self.others:
+            keys[index] = None
+        return KernelColumns(keys, records["start"], records["size"], self.raw[2])
 
     @property
     def plain(self) -> bool:
@@ -238,10 +290,11 @@ class CudaFrozenGraph:
         return self.edges.links(self.nodes)
 
     def attributes(self, index: int) -> LaunchAttributes | None:
-        held = self.held[index]
-        if not isinstance(held, Other):
-            return self._attributes_of(held[1], held[0] if self.by_function else 0)
-        if held.kind is not NodeKind.KERNEL:
+        other = self.others.get(index)
+        if other is None:
+            record = self.records[index]
+            return self._attributes_of(int(record["shape"]), int(record["function"]))
+        if other.kind is not NodeKind.KERNEL:
             return None
         params = self.params(index)
         assert isinstance(params, KernelNodeParams)
@@ -249,19 +302,17 @@ class CudaFrozenGraph:
         has = LaunchAttributes.of(params.config)
         return replace(has, others=params.extra_attributes, function=function)
 
-    def _attributes_of(self, shape: bytes, function: int) -> LaunchAttributes:
-        has = _decoded(shape, self.read, False).attributes
-        return replace(has, function=FunctionHandle(function)) if function else has
+    def _attributes_of(self, shape: int, function: int) -> LaunchAttributes:
+        has = _decoded(self.raw[1][shape], self.read, False).attributes
+        return replace(has, function=FunctionHandle(function)) if self.by_function else has
 
     @cached_property
     def kinds_of_attributes(self) -> frozenset[LaunchAttributes]:
-        held: Sequence[Any] = self.held
-        if self.others:
-            held = [entry for entry in held if not isinstance(entry, Other)]
+        # Only kernels have shapes.
+        kinds: Iterable[tuple[int, int]] = ((shape, 0) for shape in range(len(self.raw[1])))
         if self.by_function:
-            kinds = {(entry[1], entry[0]) for entry in held}
-        else:  # a comprehension over one value: most updates spend their time here
-            kinds = {(shape, 0) for shape in {entry[1] for entry in held}}
+            kernels = self.records[self.records["kind"] == NodeKind.KERNEL]
+            kinds = set(zip(kernels["shape"].tolist(), kernels["function"].tolist(), strict=True))
         made = {self._attributes_of(*kind) for kind in kinds}
         others = map(self.attributes, self.others)
         return frozenset(made.union(one for one in others if one is not None))

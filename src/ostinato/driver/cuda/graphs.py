@@ -14,7 +14,6 @@ from contextlib import suppress
 from ctypes import byref
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ostinato.driver.api import (
     KINDS,
@@ -51,10 +50,11 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.frozen import (
+    UNREAD,
     CudaFrozenGraph,
     EdgeArrays,
     Other,
-    RawKernel,
+    RawNodes,
     layout_bytes,
     read_nodes,
 )
@@ -184,17 +184,15 @@ class GraphCalls(StreamCalls, ModuleCalls):
         nodes = _handles(array)
         all_ours = ours is not None and all(map(ours.__contains__, nodes))
         attributes = SETTABLE if all_ours else SHOWN
-        raw = self._within(seam, lambda: self._read_nodes(array, nodes, attributes))
+        layouts: dict[int, bytes] = {}
+        raw = self._within(seam, lambda: self._read_nodes(array, nodes, attributes, layouts))
         if isinstance(raw, int):
             raise self._error(raw, seam)
-        others = [index for index, entry in enumerate(raw) if not isinstance(entry, tuple)]
-        held: list[Any] = raw
-        for index in others:
-            held[index] = self._read_other(nodes[index], held[index])
+        others = {index: self._read_other(nodes[index], kind) for index, kind in raw[3]}
         rest = SHOWN[len(SETTABLE) :] if all_ours else ()
         by_function = self._hides_attributes and not all_ours
         return CudaFrozenGraph(
-            self, nodes, held, others, edges, attributes, rest, by_function=by_function
+            self, nodes, raw, layouts, others, edges, attributes, rest, by_function=by_function
         )
 
     def _read_nodes(
@@ -202,26 +200,24 @@ class GraphCalls(StreamCalls, ModuleCalls):
         array: ctypes.Array[ctypes.c_uint64],
         nodes: Sequence[int],
         attributes: tuple[int, ...],
-    ) -> list[int | RawKernel | None] | int:
-        """Returns raw kernel nodes, the kinds of other nodes, and None for nodes that only Python
-        can read; or the first status that is not 0."""
-        if not nodes:
-            return []
-        compiled = node_reader()
-        if compiled is None or not all(self._read_addresses):
-            calls = self._calls
-            get = tuple(calls[symbol] for symbol in _READ)
-            return read_nodes((get[0], get[1], get[2]), nodes, attributes, self.layout_of)
+        layouts: dict[int, bytes],
+    ) -> RawNodes | int:
+        """Returns the raw nodes, or the first status that is not 0.  Adds to `layouts`."""
 
         def missing(function: int) -> bytes:
             return layout_bytes(self.layout_of(function))
 
+        compiled = node_reader()
+        if compiled is None or not all(self._read_addresses):
+            calls = self._calls
+            get = tuple(calls[symbol] for symbol in _READ)
+            return read_nodes((get[0], get[1], get[2]), nodes, attributes, layouts, missing)
         start = ctypes.addressof(array)
-        found: list[int | RawKernel | None] | int
-        found = compiled(self._read_addresses, start, len(nodes), attributes, {}, missing)
+        found: RawNodes | int
+        found = compiled(self._read_addresses, start, len(nodes), attributes, layouts, missing)
         return found
 
-    def _read_other(self, node: NodeHandle, kind: int | None) -> Other:
+    def _read_other(self, node: NodeHandle, kind: int) -> Other:
         """Reads a node that only Python can read.  Keeps an error, for the access to raise."""
         try:
             params: NodeParams | DriverError = self.node_params(node)
@@ -230,7 +226,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         except DriverError as error:
             params = error
         try:
-            return Other(NodeKind.KERNEL if kind is None else NodeKind(kind), params)
+            return Other(NodeKind.KERNEL if kind == UNREAD else NodeKind(kind), params)
         except ValueError:  # a kind that this release does not have
             return Other(None, params)
 

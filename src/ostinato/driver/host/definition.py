@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from graphlib import TopologicalSorter
 from random import Random
+
+import numpy as np
 
 from ostinato.driver.api import (
     KINDS,
@@ -20,7 +23,10 @@ from ostinato.driver.api import (
     EdgeData,
     EdgeType,
     FreeNodeParams,
+    FunctionHandle,
     GraphHandle,
+    KernelArguments,
+    KernelColumns,
     KernelNodeParams,
     LaunchAttributes,
     Link,
@@ -163,6 +169,26 @@ class HostFrozenGraph:
 
     def params(self, index: int) -> NodeParams:
         return self._held[index][1]
+
+    @cached_property
+    def kernels(self) -> KernelColumns:
+        keys: list[Hashable] = []
+        starts, sizes, data = [], [], bytearray()
+        for _, params in self._held:
+            key, raw = None, b""
+            if isinstance(params, KernelNodeParams):
+                raw = params.arguments.data
+                key = params.function, id(params.arguments.layout), len(raw)
+            keys.append(key)
+            starts.append(len(data))
+            sizes.append(len(raw))
+            data += raw.ljust(-(-len(raw) // 8) * 8, b"\0")
+        return KernelColumns(keys, np.array(starts, int), np.array(sizes, int), bytes(data))
+
+    def kernel(self, index: int) -> tuple[FunctionHandle, KernelArguments]:
+        params = self._held[index][1]
+        assert isinstance(params, KernelNodeParams)
+        return params.function, params.arguments
 
     def links(self) -> frozenset[Link]:
         return self._links

@@ -791,6 +791,15 @@ class HostDriver:
     ) -> KernelSetter | None:
         return None
 
+    def exec_prepare_kernels(
+        self,
+        executable: ExecHandle,
+        nodes: Sequence[NodeHandle],
+        frozen: FrozenGraph,
+        indices: Sequence[int],
+    ) -> Sequence[KernelSetter] | None:
+        return None
+
     def exec_set_enabled(self, executable: ExecHandle, node: NodeHandle, enabled: bool) -> None:
         with self._entered("exec_set_enabled") as call:
             target, found = self._exec_node(call, executable, node)

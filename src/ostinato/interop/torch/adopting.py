@@ -10,9 +10,11 @@ node is switched off.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ostinato import (
@@ -117,8 +119,8 @@ def as_tensor(buffer: Buffer) -> torch.Tensor:
 # then the offset inside the graph (a multiple of 4; 4 bytes up to torch 2.8, 8 since), then a flag
 # that is 1.
 _WORD = 8
-_STATES = ((4, 20), (8, 24))
-"""The size in bytes of the offset inside the graph, and the position of the flag."""
+_FLAGS = (20, 24)
+"""The positions of the flag."""
 
 
 def drawing(
@@ -126,18 +128,17 @@ def drawing(
 ) -> Iterator[tuple[Node, tuple[int, int]]]:
     """Yields the nodes with a generator's state among their arguments, also inside other nodes,
     each with the addresses of the seed and of the offset."""
-    scalars: dict[int, bool] = {}
-
-    def is_scalar(address: int) -> bool:
-        if address not in scalars:
-            scalars[address] = _is_scalar(address)
-        return scalars[address]
-
+    # Each asked once: most graphs have the same few numbers in many structs.
+    find, is_scalar = cache(find), cache(_is_scalar)
     for node in every_node(nodes):
-        if node.name in NAMES:  # addresses of arrays, some of which are scalars of int64 too
+        # Arrays' addresses are no states, although some arrays are scalars of int64 too.
+        if node.kind is not NodeKind.KERNEL or node.name in NAMES:
             continue
-        for argument in node.arguments:
-            for seed, offset in _captured_states(argument.raw, argument.offset, find):
+        # Not `node.arguments`, which asks the driver about each word of each struct.
+        arguments = node.kernel.arguments
+        data, slots = arguments.data, arguments.layout
+        for at, size in [(slot.offset, slot.size) for slot in slots] or [(0, len(data))]:
+            for seed, offset in _captured_states(data[at : at + size], at, find):
                 if is_scalar(seed) and is_scalar(offset):
                     yield node, (seed, offset)
 
@@ -149,14 +150,20 @@ def _captured_states(
 
     `offset`: the position of the argument in the parameter buffer, in bytes.
     """
-    for at in range(-offset % _WORD, len(raw) - 2 * _WORD, _WORD):
-        seed, counter = (int.from_bytes(raw[i : i + _WORD], "little") for i in (at, at + _WORD))
-        for size, flag in _STATES:
-            if at + flag >= len(raw) or raw[at + flag] != 1 or not (seed and counter):
-                continue
-            inside = int.from_bytes(raw[at + 16 : at + 16 + size], "little")
-            if inside % 4 == 0 and seed != counter and find(seed) and find(counter):
+    first = -offset % _WORD
+    if len(raw) - first <= 2 * _WORD:
+        return
+    words = struct.unpack_from(f"<{(len(raw) - first) // _WORD}Q", raw, first)
+    for flag in _FLAGS:
+        flags = raw[first + flag :: _WORD]
+        place = flags.find(1)
+        while place >= 0:
+            # A multiple of 4 bytes has its last two bits in the first byte.
+            seed, counter, inside = words[place], words[place + 1], raw[first + _WORD * place + 16]
+            drawn = inside % 4 == 0 and seed and counter and seed != counter
+            if drawn and find(seed) and find(counter):
                 yield seed, counter
+            place = flags.find(1, place + 1)
 
 
 def _is_scalar(address: int) -> bool:

@@ -109,8 +109,8 @@ def steps_of(value: object, named: Collection[str]) -> tuple[str, ...]:
 
 
 class StepWatch(StateWatch):
-    """What graphs use of an object whose steps a replay makes in Python: the parameters of an
-    optimiser, whose gradients `zero_grad` sets, and the scale of a scaler."""
+    """The part of an object whose steps a replay makes in Python that graphs use: the parameters of
+    an optimiser, whose gradients `zero_grad` sets, and the scale of a scaler."""
 
     def _used(self) -> dict[str, Any]:
         held = vars(self.object)
