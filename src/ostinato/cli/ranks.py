@@ -131,6 +131,22 @@ def other_ranks(
             )
 
 
+@contextmanager
+def following_ranks(
+    devices: Sequence[str | None], model: str, options: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Starts the other ranks (`other_ranks`), which repeat what this one's decoder does, and yields
+    what that decoder is to be made with; nothing for one rank.  `options`: those of each decoder.
+    """
+    from ostinato.cli.progress import fetched
+
+    def work() -> dict[str, Any]:
+        return {"kind": "follow", "model": str(fetched(model)), "decoder": dict(options)}
+
+    with other_ranks(devices, work) as group:
+        yield {} if group is None else {"group": group, "leads": True}
+
+
 class _Rank:
     """A rank's process.  Threads print its output, and report its death to the group if it dies
     before it has joined."""
