@@ -29,20 +29,25 @@ pytest.importorskip("ostinato.serve.server")
 from ostinato import open_device
 from tests.cli import commands
 from tests.cli.test_tensor_parallel import children, until_gone
-from tests.models.model_files import CONFIG, write_gguf
+from tests.models.model_files import CONFIG, SPECIAL, weights, write_gguf
 from tests.serve.serving import SECONDS, client, open_generator
 from tests.serve.test_load import load, started, stream
 
-ENDLESS = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.token_type": [1] * CONFIG.vocabulary}
 SMALL = ("--slots", "2", "--piece", "16")
 LONG: dict[str, Any] = {"model": "endless", "prompt": "ab", "max_tokens": 32000, "temperature": 0}
 
 
+def write_endless(path: Path, **sizes: Any) -> Path:
+    """A model whose likeliest token is never one that ends an answer: the logits of those are 0."""
+    config = replace(CONFIG, context_length=1 << 15, **sizes)
+    values = weights(config)
+    values["embed"][: len(SPECIAL)] = 0
+    return write_gguf(path, values, config=config)
+
+
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose answers end at their limit alone."""
-    path = tmp_path_factory.mktemp("model") / "endless.gguf"
-    return write_gguf(path, config=replace(CONFIG, context_length=1 << 15), metadata=ENDLESS)
+    return write_endless(tmp_path_factory.mktemp("model") / "endless.gguf")
 
 
 @contextmanager
@@ -54,7 +59,7 @@ def serving(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environ.items():
             patch.setenv(name, value)
-        process, url = started(model, "--tensor-parallel", str(ranks), *SMALL, *options)
+        process, url = started(model, *SMALL, "--tensor-parallel", str(ranks), *options)
     others = children(process.pid)
     try:
         assert len(others) == ranks - 1
