@@ -27,10 +27,13 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("ostinato.serve.server")
 
 from ostinato import open_device
+from ostinato.distributed import Group, local_groups
+from ostinato.models import Decoder
+from ostinato.serve.engine import ServingEngine
 from tests.cli import commands
 from tests.cli.test_tensor_parallel import children, until_gone
 from tests.models.model_files import CONFIG, SPECIAL, weights, write_gguf
-from tests.serve.serving import SECONDS, client, open_generator
+from tests.serve.serving import SECONDS, client, job, open_generator, submit, until
 from tests.serve.test_load import load, started, stream
 
 SMALL = ("--slots", "2", "--piece", "16")
@@ -78,6 +81,32 @@ def serving(
 def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     _, err = process.communicate(timeout=SECONDS)
     return process.returncode, err.decode()
+
+
+def test_no_request_waits_for_a_capture(tiny_model: Path) -> None:
+    """Rows that are not greedy have steps of their own on ranks.  Ranks are threads here."""
+
+    def rank_thread(group: Group) -> None:
+        with open_device("host") as device:
+            if group.rank:
+                with Decoder(device, tiny_model, sequences=2, threads=1, group=group) as decoder:
+                    decoder.follow()
+                return
+            options: dict[str, Any] = {"sequences": 2, "threads": 1, "group": group, "leads": True}
+            with (
+                open_generator(device, tiny_model, **options) as generator,
+                ServingEngine(generator, piece=16).start() as engine,
+            ):
+                until(lambda: engine.ready)
+                captured = generator.decoder.statistics().graphs_captured
+                for temperature in (0.0, 1.0):
+                    jobs = [job(generator, "ab the", 9, temperature=temperature) for _ in range(3)]
+                    for _, answer in [submit(engine, one) for one in jobs]:
+                        assert answer.wait().tokens
+                assert generator.decoder.statistics().graphs_captured == captured > 0
+
+    with local_groups(2, deadline=60) as groups:
+        groups.run(rank_thread)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ostinato.cli.plain import say
+from ostinato.cli.progress import fetched
 from ostinato.errors import DeadlineError, GroupError, OstinatoError, RankLostError
 
 if TYPE_CHECKING:
@@ -138,7 +139,6 @@ def following_ranks(
     """Starts the other ranks (`other_ranks`), which repeat what this one's decoder does, and yields
     what that decoder is to be made with; nothing for one rank.  `options`: those of each decoder.
     """
-    from ostinato.cli.progress import fetched
 
     def work() -> dict[str, Any]:
         return {"kind": "follow", "model": str(fetched(model)), "decoder": dict(options)}

@@ -26,7 +26,13 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
-from ostinato.errors import DisagreementError, GroupError, InputError, LogitsError
+from ostinato.errors import (
+    ClosedError,
+    DisagreementError,
+    GroupError,
+    InputError,
+    LogitsError,
+)
 from ostinato.lowlevel import uninterrupted, whole_number
 from ostinato.models.arguments import quoted
 from ostinato.models.ranks import Ranks
@@ -120,8 +126,8 @@ class Lead(_Side):
         self._before = self.bring(call)
 
     def end(self) -> None:
-        """Ends `follow` on the other ranks, unless the group has failed."""
-        with suppress(GroupError):
+        """Ends `follow` on the other ranks, unless the group has ended."""
+        with suppress(GroupError, ClosedError):
             self._tell(json.dumps([_END, [], {}]))
             self._before()
 

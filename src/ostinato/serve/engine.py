@@ -355,7 +355,15 @@ class ServingEngine(Closeable):
 
     def _warm_up(self) -> None:
         """Runs every step twice, so that it is captured: each number of rows that batches and
-        pieces of prompts can have.  Returns early if the engine is being closed."""
+        pieces of prompts can have, and on several ranks again for rows that are not greedy.
+        Returns early if the engine is being closed."""
+        self._run_steps()
+        if self._decoder.ranks > 1:
+            self._decoder.set_sampling(SamplingOptions(temperature=1.0))
+            self._run_steps()
+            self._decoder.set_sampling(SamplingOptions())
+
+    def _run_steps(self) -> None:
         decoder, most = self._decoder, min(self._piece, self._context)
         for rows in self._buckets:
             size = min(rows, most)
