@@ -89,7 +89,7 @@ def everything(decoder: Decoder) -> list[Any]:
     return [*found, [decoder.tokens(sequence) for sequence in range(3)]]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_the_calls_of_rank_0_give_what_they_give_on_one_device(size: int) -> None:
     """The bits of tokens; each other rank has the same sequences at the end."""
     one = leading(everything)(None)
