@@ -8,6 +8,9 @@ its own, as a stream; all answers have the same length.  Upper bounds: decoding 
 without a server (`decode`, called capture by `ostinato bench`), and the same including the reading
 of prompts (`prompts and decode`), both with the decoder that then serves.
 
+`--ranks`: GPUs of one host that share the model, with a process each.  Rank 0 has the server, and
+the other ranks repeat what its decoder does, in the upper bounds too.
+
 `--soak`: the number of answers of four tokens that 64 clients request afterwards; the growth of
 memory in the second half is measured.  The last line is one JSON object.
 """
@@ -15,13 +18,14 @@ memory in the second half is measured.  The last line is one JSON object.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -33,6 +37,7 @@ from benchmarks.soak import resident
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import SHAPES, shape_named
 from ostinato.bench.ways import DecoderWay, LaunchMode, random_tokens
+from ostinato.distributed import Group, join_group, new_group_id, open_group
 from ostinato.models import Decoder, SamplingOptions, TextGenerator, Tokenizer
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 from ostinato.serve.server import ServeOptions, Server
@@ -65,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=512, help="of each answer")
     parser.add_argument("--requests", type=int, default=4, help="of each client")
     parser.add_argument("--soak", type=int, default=0, help="so many short answers after that")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
     chosen = parser.parse_args(arguments)
     if chosen.quick:
         chosen.clients, chosen.tokens, chosen.requests = "1,3", 12, 2
@@ -72,16 +78,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clients = [int(number) for number in chosen.clients.split(",")]
     config = shape_named(chosen.shape)
     rows: list[dict[str, object]] = []
-    with (
-        ost.open_device(chosen.device) as device,
-        Decoder(
-            device,
-            random_checkpoint(config, chosen.shape),
-            sequences=max(clients),
-            max_context=chosen.prompt + chosen.tokens + 1,
-            stop_tokens=(),
-        ) as decoder,
-    ):
+    with ExitStack() as opened:
+        group: Group | None = None
+        if "OSTINATO_GROUP" in os.environ:
+            group = opened.enter_context(open_group())
+        elif chosen.ranks > 1:
+            again = sys.argv[1:] if arguments is None else [*arguments]
+            group = opened.enter_context(first_of(chosen.ranks, again))
+        name = chosen.device
+        if group is not None and name != "host":
+            name = f"cuda:{group.rank}"
+        device = opened.enter_context(ost.open_device(name))
+        decoder = opened.enter_context(
+            Decoder(
+                device,
+                random_checkpoint(config, chosen.shape),
+                sequences=max(clients),
+                max_context=chosen.prompt + chosen.tokens + 1,
+                stop_tokens=(),
+                group=group,
+                leads=group is not None and group.rank == 0,
+            )
+        )
+        if group is not None and group.rank:
+            decoder.follow()
+            return 0
         bounds = {count: bound(decoder, count, chosen.prompt, chosen.tokens) for count in clients}
         generator = cast(TextGenerator, RandomGenerator(device, decoder))
         with served(generator, max(clients)) as server:
@@ -98,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                    "rows_per_step")  # fmt: skip
         print(common.table(f"serving {chosen.shape} on {device.name}", rows, columns))
         common.emit(
-            f"serve-{chosen.shape}",
+            f"serve-{chosen.shape}" + (f"-{chosen.ranks}-ranks" if chosen.ranks > 1 else ""),
             device,
             chosen.out,
             ceiling={
@@ -111,12 +132,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "prompt": chosen.prompt,
                 "tokens": chosen.tokens,
                 "requests": chosen.requests,
+                "ranks": chosen.ranks,
+                "collectives": decoder.collectives,
                 "library": decoder.statistics().library,
             },
             rows=rows,
             skipped={},
         )
     return 0
+
+
+@contextmanager
+def first_of(size: int, arguments: Sequence[str]) -> Iterator[Group]:
+    """Starts this program for each other rank, and yields the first one's group."""
+    group_id = new_group_id(size)
+    command = [sys.executable, "-m", "benchmarks.serve", *arguments]
+    others = [
+        subprocess.Popen(command, env=os.environ | {"OSTINATO_GROUP": f"{rank}/{size}/{group_id}"})
+        for rank in range(1, size)
+    ]
+    try:
+        with join_group(group_id, rank=0, size=size) as group:
+            yield group
+    finally:
+        for process in others:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
 @dataclass(frozen=True)

@@ -198,14 +198,18 @@ def test_loading_is_measured_and_every_way_checked(
         load.main([*options, "--types", "F32"])
 
 
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [("1", "serve-tiny"), pytest.param("2", "serve-tiny-2-ranks", marks=pytest.mark.slow)],
+)
 def test_serving_is_measured_beside_the_same_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: str, name: str
 ) -> None:
     serve = pytest.importorskip("benchmarks.serve")
     options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
-    assert serve.main(options) == 0
+    assert serve.main([*options, "--ranks", ranks]) == 0
     result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS and result["benchmark"] == "serve-tiny"
+    assert set(result) == RESULT_KEYS and result["benchmark"] == name
     assert isinstance(result["rows"], list)
     *served, soaked = result["rows"]
     assert [row["clients"] for row in served] == [1, 3]

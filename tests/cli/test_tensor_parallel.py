@@ -21,6 +21,7 @@ from ostinato.cli import ranks
 from ostinato.cli.ranks import rank_devices, rank_threads
 from ostinato.errors import InputError
 from tests.cli.commands import Answer, here, refused, start
+from tests.cli.terminal import Terminal
 from tests.models.model_files import CONFIG, write_gguf
 
 PATIENCE = 120.0  # against hangs alone
@@ -145,9 +146,54 @@ def test_what_a_comparison_of_ranks_does_not_do() -> None:
     refused(here("bench", *options), "--profile")
 
 
-def test_commands_for_one_device(tiny: str) -> None:
-    for command in ("chat", "serve"):
-        refused(here(command, "-m", tiny, "--tensor-parallel", "2"), "--tensor-parallel")
+# ------------------------------------------------------------------------------------------- chat
+
+
+def test_a_conversation_of_ranks_is_that_of_one(tiny: str) -> None:
+    """Also a second turn, of which the cache holds a part, a message that does not fit, and none
+    that is answered after it."""
+    options = ("-m", tiny, "-n", "6", "-t", "1", "-s", "7", "--max-context", "256")
+    script = f"one\n/stats\n{'long ' * 300}\ntwo\n/stats\n".encode()
+    one = here("chat", *options, input=script)
+    two = here("chat", *options, "--tensor-parallel", "2", input=script)
+    assert two.out == one.out and two.out.count("\n") > 1
+    assert two.status == one.status == 1 and "the context is full" in one.err
+    assert [line for line in two.err.splitlines() if "turn" in line] == [
+        line for line in one.err.splitlines() if "turn" in line
+    ]
+
+
+def test_ctrl_c_stops_an_answer_and_the_ranks_answer_the_next_message(tiny: str) -> None:
+    endless = ("-m", tiny, "-n", "32000", "--max-context", "32768", "-t", "0")
+    with Terminal("chat", *endless, "--tensor-parallel", "2") as terminal:
+        for message in ("one", "two"):
+            terminal.until("> ")
+            terminal.send(f"{message}\r")
+            terminal.until(f"{message}\r\n")
+            time.sleep(0.2)  # Ctrl-C in the prompt, in a step or between two
+            terminal.send("\x03")
+            terminal.until("(stopped; ")
+        terminal.until("> ")
+        others = children(terminal.process.pid)
+        assert len(others) == 1
+        terminal.send("\x04")
+        assert terminal.end() == 0
+    until_gone(others)
+    assert "rror" not in terminal.said
+
+
+def test_a_rank_that_died_between_two_messages_ends_the_conversation(tiny: str) -> None:
+    with Terminal("chat", "-m", tiny, "-n", "5", "--tensor-parallel", "2") as terminal:
+        terminal.until("> ")
+        terminal.send("one\r")
+        terminal.until("see --max-tokens)")
+        terminal.until("> ")
+        (other,) = children(terminal.process.pid)
+        os.kill(other, signal.SIGKILL)
+        until_gone([other])
+        terminal.send("two\r")
+        assert terminal.end() == 1
+    assert "error: rank 1 died" in terminal.said
 
 
 # ------------------------------------------------------------------------------------ the devices

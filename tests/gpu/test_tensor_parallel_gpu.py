@@ -1,8 +1,13 @@
-"""Two GPUs as ranks of one decoder, by NCCL: processes, their answers, and their faults."""
+"""Two GPUs as ranks of one decoder: processes, their answers and faults, and a server of theirs."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +15,7 @@ from ostinato.device import open_device
 from ostinato.distributed import new_group_id
 from ostinato.distributed.nccl import load_nccl
 from ostinato.errors import NotAvailableError
+from tests.cli import commands
 from tests.distributed.starting import (
     MOMENTS,
     finish,
@@ -87,3 +93,60 @@ QUICK = {"kill": "loop", "stop": "between", "raise": "prompt"}
 def test_a_fault_of_one_rank_is_a_typed_error_on_the_other(fault: str, moment: str) -> None:
     deadline = 15 if waits(fault, moment) else 60
     require_typed_errors(ranks(2, "cuda", deadline=deadline, faulty=f"{fault} {moment}"), fault)
+
+
+# -------------------------------------------------------------------------------------- the server
+
+TWO = ("--device", "cuda:0", "--tensor-parallel", "2")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("openai")
+    pytest.importorskip("ostinato.serve.server")
+    from tests.serve.test_ranks import write_endless
+
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_size": 64, "inner": 512}
+    return write_endless(tmp_path_factory.mktemp("model") / "endless.gguf", **sizes)
+
+
+def test_a_server_of_two_gpus_gives_the_answers_of_generate(endless: Path) -> None:
+    """One after the other, with the same bits; then many at once, none of which is lost."""
+    from tests.serve.serving import client
+    from tests.serve.test_ranks import LONG, ended, serving
+
+    options = ("-m", str(endless), "-n", "40", "--max-context", "512", "--raw", "-q")
+    prompts = ("ab", "the 12 ab", "q er the")
+    wanted = [commands.process("generate", one, *options, *TWO).out[:-1] for one in prompts]
+    more = ("--max-context", "512", "--no-reuse", "--slots", "8")
+    with serving(endless, *more, *TWO) as (process, url, _):
+        create = client(url).completions.create
+        asked = LONG | {"max_tokens": 40}
+        found = [create(**{**asked, "prompt": one}).choices[0].text for one in prompts]
+        assert found == wanted and len(set(found)) == 3
+        with ThreadPoolExecutor(32) as pool:
+            answers = list(pool.map(lambda _: create(**{**LONG, "max_tokens": 200}), range(64)))
+        assert {one.usage.completion_tokens for one in answers} == {200}
+        process.terminate()
+        status, err = ended(process)
+    assert status == 0 and "67 answers begun (67 length)" in err, err
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_lost_ends_the_server_of_two_gpus(
+    endless: Path, fault: signal.Signals
+) -> None:
+    """After a time without requests that is longer than the deadline."""
+    from tests.serve.test_ranks import ended, failures, serving
+
+    deadline = 40
+    options = ("--max-context", "32768", *TWO)
+    with serving(endless, *options, deadline=str(deadline)) as (process, url, others):
+        time.sleep(1.2 * deadline)
+        begin = time.monotonic()
+        found = failures(url, process, lambda: os.kill(others[0], fault))
+        status, err = ended(process)
+        assert time.monotonic() - begin < 2 * deadline
+    for error in found:
+        assert "rank 1" in error["message"] and error["code"] == "failed", error
+    assert status == 1 and "error: rank 1" in err and "2 failed" in err

@@ -209,7 +209,7 @@ def started(model: Path, *options: str) -> tuple[subprocess.Popen[bytes], str]:
     process = commands.start(*arguments)
     assert process.stderr is not None
     line = process.stderr.readline().decode()
-    found = re.search(r"is served at (http://127\.0\.0\.1:\d+) by host", line)
+    found = re.search(r"is served at (http://127\.0\.0\.1:\d+) by ", line)
     assert found, line + process.stderr.read().decode()
     return process, found[1]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -17,6 +17,7 @@ from ostinato.cli import arguments
 from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import say
 from ostinato.cli.progress import prompt_progress
+from ostinato.cli.ranks import following_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import advised_options, show, speaker
 from ostinato.errors import InputError, ModelError
 from ostinato.models.arguments import counted
@@ -53,6 +54,7 @@ def chat(
     device: arguments.DeviceName = None,
     max_context: arguments.MaxContext = None,
     threads: arguments.Threads = None,
+    tensor_parallel: arguments.TensorParallel = 1,
     weights: arguments.WeightsOption = arguments.WeightsName.auto,
     no_graphs: arguments.NoGraphs = False,
     tokens_per_launch: arguments.TokensPerLaunch = 1,
@@ -68,7 +70,9 @@ def chat(
     everything else to the error stream. Messages may be piped in, one per line; the exit status is
     1 if one of those could not be answered.
 
-    It uses one GPU: between two messages several ranks would have to wait without a deadline.
+    With --tensor-parallel this process is rank 0 and starts the others, which wait with it between
+    messages. Any rank that fails, dies or is stopped (OSTINATO_GROUP_DEADLINE) ends the
+    conversation at the next message, with status 1.
     """
     require_extra("`ostinato chat`")
     variables = arguments.read_template_args(template_args)
@@ -80,15 +84,16 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
+    devices = rank_devices(tensor_parallel, device)
+    loading: dict[str, Any] = {
+        "threads": rank_threads(devices, threads),
+        "weights": weights.value,
+        "max_context": max_context,
+        "graphs": False if no_graphs else None,
+    }
     with (
-        speaker(
-            model,
-            device=device,
-            threads=threads,
-            weights=weights.value,
-            max_context=max_context,
-            graphs=False if no_graphs else None,
-        ) as generator,
+        following_ranks(devices, model, loading) as leading,
+        speaker(model, device=devices[0], **loading, **leading) as generator,
         _Interrupts() as interrupts,
     ):
         sampling = advised(generator)

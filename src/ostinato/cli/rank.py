@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -79,6 +81,24 @@ def _generate(
             pass
 
 
+def _repeat(group: Group, device: str | None, *, model: str, decoder: dict[str, Any]) -> None:
+    """Repeats what the decoder of rank 0 does, until that is closed.
+
+    A supervisor may send SIGTERM to all processes of a service; rank 0 then completes its answers,
+    with this rank, and ends both.
+    """
+    from ostinato.device import open_device
+    from ostinato.models import Decoder
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with (
+        open_device(device) as opened,
+        Decoder(opened, Path(model), group=group, **decoder) as repeated,
+    ):
+        repeated.follow()
+
+
 def _bench(
     group: Group,
     device: str | None,
@@ -105,5 +125,9 @@ def _bench(
         )
 
 
-WORKS: Mapping[str, Callable[..., None]] = {"generate": _generate, "bench": _bench}
+WORKS: Mapping[str, Callable[..., None]] = {
+    "generate": _generate,
+    "follow": _repeat,
+    "bench": _bench,
+}
 """The work that rank 0 may request; each is called with the group and this rank's device."""

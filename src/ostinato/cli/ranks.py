@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ostinato.cli.plain import say
+from ostinato.cli.progress import fetched
 from ostinato.errors import DeadlineError, GroupError, OstinatoError, RankLostError
 
 if TYPE_CHECKING:
@@ -129,6 +130,21 @@ def other_ranks(
                 f"{one.signalled or f'status {one.process.returncode}'}",
                 rank=one.rank,
             )
+
+
+@contextmanager
+def following_ranks(
+    devices: Sequence[str | None], model: str, options: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Starts the other ranks (`other_ranks`), which repeat what this one's decoder does, and yields
+    what that decoder is to be made with; nothing for one rank.  `options`: those of each decoder.
+    """
+
+    def work() -> dict[str, Any]:
+        return {"kind": "follow", "model": str(fetched(model)), "decoder": dict(options)}
+
+    with other_ranks(devices, work) as group:
+        yield {} if group is None else {"group": group, "leads": True}
 
 
 class _Rank:

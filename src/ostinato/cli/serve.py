@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ostinato.cli import arguments
 from ostinato.cli.plain import plain, say
+from ostinato.cli.ranks import following_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import advised_options, speaker
 
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
@@ -132,6 +133,7 @@ def serve(
     repetition_penalty: arguments.RepetitionPenalty = None,
     device: arguments.DeviceName = None,
     threads: arguments.Threads = None,
+    tensor_parallel: arguments.TensorParallel = 1,
     weights: arguments.WeightsOption = arguments.WeightsName.auto,
     no_graphs: arguments.NoGraphs = False,
 ) -> None:
@@ -147,7 +149,10 @@ def serve(
     /health and /ready for a supervisor. SIGTERM and Ctrl-C let the answers under way finish; a
     second Ctrl-C ends the server at once.
 
-    It uses one GPU. For several, run one server each, behind a load balancer.
+    With --tensor-parallel this process is rank 0 and starts the others, which wait with it between
+    requests. Any rank that fails, dies or is stopped (OSTINATO_GROUP_DEADLINE) ends the server with
+    status 1, and requests under way with status 500. For a model that fits one GPU, one server on
+    each, behind a load balancer, serves more users.
     """
     from ostinato.serve.extra import require_extra
 
@@ -173,18 +178,19 @@ def serve(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
+    devices = rank_devices(tensor_parallel, device)
+    loading: dict[str, Any] = {
+        "threads": rank_threads(devices, threads),
+        "weights": weights.value,
+        "max_context": max_context,
+        "sequences": slots,
+        "graphs": False if no_graphs else None,
+    }
     listener = Server.bind(host, port)  # finds a port in use before a model is loaded
     with (
         listener,
-        speaker(
-            model,
-            device=device,
-            threads=threads,
-            weights=weights.value,
-            max_context=max_context,
-            sequences=slots,
-            graphs=False if no_graphs else None,
-        ) as generator,
+        following_ranks(devices, model, loading) as leading,
+        speaker(model, device=devices[0], **loading, **leading) as generator,
     ):
         handler = Log(sys.stderr.fileno())
         options = ServeOptions(
@@ -209,10 +215,11 @@ def serve(
 
         def ready() -> None:
             context = generator.decoder.plan.sizes.context
+            ranks = f"{len(devices)} ranks, " if len(devices) > 1 else ""
             handler.say(
                 plain(
                     f"{options.model} is served at {server.url} by {generator.device.name}: "
-                    f"{slots} slots of {context} tokens; Ctrl-C ends it",
+                    f"{ranks}{slots} slots of {context} tokens; Ctrl-C ends it",
                     sys.stderr,
                 )
             )

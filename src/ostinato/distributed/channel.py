@@ -67,13 +67,21 @@ class Channel(Closeable, ABC):
     def failure(self) -> Failure | None:
         """The reason why the group failed; None while it works."""
 
-    @abstractmethod
     def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
         """Returns every rank's payload, once all ranks have sent theirs.
 
         `label`: describes the exchange; different labels in the same exchange are a disagreement.
         `seconds`: how long to wait for the others.  Raises GroupError; the group has then failed.
         """
+        return self.finish(lane, self.begin(lane, label, payload), label, seconds)
+
+    @abstractmethod
+    def begin(self, lane: str, label: str, payload: bytes) -> int:
+        """Sends this rank's part of an exchange, and returns its number; does not wait."""
+
+    @abstractmethod
+    def finish(self, lane: str, number: int, label: str, seconds: float) -> list[bytes]:
+        """Waits for the end of an exchange that was begun, see `exchange`; to be called once."""
 
     @abstractmethod
     def fail(self, failure: Failure) -> None:
@@ -199,18 +207,23 @@ class LocalChannel(Channel):
     def failure(self) -> Failure | None:
         return self._room.failure
 
-    def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
-        room, rank = self._room, self.rank
-        failure: Failure | None
+    def begin(self, lane: str, label: str, payload: bytes) -> int:
+        room = self._room
         with room.changed:
             number = self._counts[lane]
             self._counts[lane] += 1
-            key = lane, number
-            found = room.exchanges.add(rank, lane, number, label, payload)
+            found = room.exchanges.add(self.rank, lane, number, label, payload)
             if isinstance(found, list):
-                room.results[key] = found, set(range(self.size))
+                room.results[lane, number] = found, set(range(self.size))
                 room.changed.notify_all()
-            failure = found if isinstance(found, Failure) else None
+        if isinstance(found, Failure):
+            room.fail(found)
+        return number
+
+    def finish(self, lane: str, number: int, label: str, seconds: float) -> list[bytes]:
+        room, rank, key = self._room, self.rank, (lane, number)
+        failure: Failure | None = None
+        with room.changed:
             end = time.monotonic() + seconds
             while failure is None and key not in room.results:
                 failure = room.failure

@@ -7,7 +7,8 @@
 A group guarantees that no rank waits forever.  A rank that is killed, stopped, raises an exception
 inside the `with` block, leaves, or waits longer than the deadline ends the group, and every other
 rank raises a `GroupError` from the call that waits, or from its next call.  Waits on the device are
-ended too (`Collectives.abort`).
+ended too (`Collectives.abort`).  Only a `patient` exchange waits without a deadline, for as long
+as the other ranks live.
 
 Not guaranteed: any result of work that was under way; after a failure its results must not be used,
 and nothing here returns them.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -30,6 +31,7 @@ from ostinato.lowlevel import Closeable, new_lock, uninterrupted, whole_number
 from ostinato.settings import group_deadline
 
 _LOOKS = 10  # checks by the watchdog per deadline
+_PATIENCE = 1e9  # seconds, more than any deadline: 31 years
 
 
 def checked_deadline(deadline: float | None) -> float:
@@ -124,11 +126,24 @@ class Group(Closeable):
     # --- exchanges
     def exchange(self, label: str, payload: bytes = b"") -> list[bytes]:
         """Returns every rank's payload, in the order of ranks.  Raises GroupError, InputError."""
+        return self.begin_exchange(label, payload)()
+
+    def begin_exchange(
+        self, label: str, payload: bytes = b"", *, patient: bool = False
+    ) -> Callable[[], list[bytes]]:
+        """Sends this rank's payload of an `exchange`, and returns a function, to be called once,
+        that waits for the others' and returns all.  Further exchanges may be made meanwhile.
+
+        `patient`: the function waits without a deadline, as a rank does that has nothing to do
+        until another calls; a rank that dies, is silent or leaves ends that wait too.
+        """
         if not isinstance(payload, bytes):
             raise InputError(f"{label!r}: the payload is {type(payload).__name__}, must be bytes")
         self.check()
         self.channel.say(label)
-        return self.channel.exchange("calls", label, payload, self.deadline)
+        number = self.channel.begin("calls", label, payload)
+        seconds = _PATIENCE if patient else self.deadline
+        return lambda: self.channel.finish("calls", number, label, seconds)
 
     def barrier(self, label: str = "barrier") -> None:
         """Returns once all ranks are here.  Raises GroupError."""

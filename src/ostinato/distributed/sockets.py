@@ -394,16 +394,19 @@ class SocketChannel(Channel):
         self._where = where[:_MOST_WHERE]
 
     # --- exchanges
-    def exchange(self, lane: str, label: str, payload: bytes, seconds: float) -> list[bytes]:
-        """Implements `Channel.exchange`.  Raises InputError for more bytes than a message holds."""
+    def begin(self, lane: str, label: str, payload: bytes) -> int:
+        """Implements `Channel.begin`.  Raises InputError for more bytes than a message holds."""
         if len(payload) > _MOST_PAYLOAD:
             raise InputError(f"{label!r}: {len(payload)} bytes, must be {_MOST_PAYLOAD} at most")
         with self._changed:
             number = self._counts[lane]
             self._counts[lane] += 1
-        key = lane, number
         head = {"kind": "part", "lane": lane, "number": number, "label": label}
         self._send(head, payload)
+        return number
+
+    def finish(self, lane: str, number: int, label: str, seconds: float) -> list[bytes]:
+        key = lane, number
         end = time.monotonic() + seconds
         with self._changed:
             while key not in self._results and self.failure is None:

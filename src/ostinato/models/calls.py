@@ -5,11 +5,29 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from ostinato.errors import InputError
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class Leader(Protocol):
+    """Rank 0's side of calls that other ranks repeat (`models.leading`)."""
+
+    def call(
+        self,
+        name: str,
+        method: Callable[..., T],
+        args: tuple[object, ...],
+        options: dict[str, Any],
+    ) -> T:
+        """Calls `method`, and has the other ranks do the same."""
+
+    def end(self) -> None:
+        """Tells the other ranks that no call follows."""
 
 
 class Calls:
@@ -19,12 +37,14 @@ class Calls:
     lock.  If two threads check at the same moment, one of them waits for the other.
     """
 
-    __slots__ = ("lock", "name")
+    __slots__ = ("lead", "lock", "name")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.name = ""
         """The name of the call that holds the lock, or that held it last."""
+        self.lead: Leader | None = None
+        """The leader, if other ranks repeat the calls."""
 
     def overlap(self, name: str) -> InputError:
         """Returns the error that the call `name` raises while another call is under way."""
@@ -49,6 +69,8 @@ def alone(method: F) -> F:
             raise calls.overlap(name)
         with calls.lock:
             calls.name = name
+            if calls.lead is not None:
+                return calls.lead.call(name, partial(method, self), args, options)
             return method(self, *args, **options)
 
     return call  # type: ignore[return-value]

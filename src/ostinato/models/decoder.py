@@ -98,9 +98,11 @@ class Decoder(Closeable):
     `group`: this decoder is one rank of several, each with a share of the model on a device of its
     own; `model` is the whole model on all of them, a path or a checkpoint.  All ranks must make the
     same calls in the same order, and get the same tokens.  Calls wait for the other ranks and raise
-    GroupError if one fails.  The caller closes the group, after the decoder.  `collectives`: the
-    ranks' means of exchange, "auto", "exchange" or "library" (`open_collectives`); if None
-    OSTINATO_COLLECTIVES decides.
+    GroupError if one fails.  The caller closes the group, after the decoder.  `leads`: this decoder
+    is rank 0's, and each of its calls is repeated by the other ranks, which call `follow`; their
+    programs need not know what rank 0 will do, or when.  `collectives`: the ranks' means of
+    exchange, "auto", "exchange" or "library" (`open_collectives`); if None OSTINATO_COLLECTIVES
+    decides.
 
     `stream`: the stream of all work, which the caller closes after the decoder; if None the decoder
     makes one.  Calls of decoders that share a stream must not overlap.
@@ -131,10 +133,13 @@ class Decoder(Closeable):
         graph_budget: int | str | None = None,
         threads: int | None = None,
         group: Group | None = None,
+        leads: bool = False,
         collectives: str | None = None,
         stream: Stream | None = None,
     ) -> None:
         self.device = device
+        self.group = group
+        """The ranks that share the model; None for one device."""
         if stream is not None:
             _require_usable(stream, device)
         self.device_state = device_state
@@ -157,6 +162,8 @@ class Decoder(Closeable):
                 "weights in device memory are not split over ranks; give the group's decoders a "
                 "path or a checkpoint"
             )
+        if leads and (group is None or group.rank != 0):
+            raise InputError("leads=True is for rank 0 of a group; the other ranks call follow()")
         self._owns_stream = stream is None
         self.stream = device.create_stream() if stream is None else stream
         self.backend: Backend = backend_for(
@@ -267,6 +274,10 @@ class Decoder(Closeable):
         except BaseException:
             self.close()
             raise
+        if leads and self._ranks is not None:
+            from ostinato.models.leading import Lead
+
+            self._calls.lead = Lead(self._ranks)
 
     def __repr__(self) -> str:
         c, sizes = self.config, self.plan.sizes
@@ -510,12 +521,17 @@ class Decoder(Closeable):
             raise calls.overlap(name)
         with calls.lock:
             calls.name = name
-            self._require_open()
-            ready = self._sequences.ready(sequences)
-            self._begin("decode")
-            if self._ranks is not None:
-                self._agree(f"decode of {[one.index for one in ready]}", again=False)
-            return self._stepper.together(ready, device_state=self.device_state)
+            if calls.lead is not None:
+                return calls.lead.call(name, self._decoded, (sequences,), {})
+            return self._decoded(sequences)
+
+    def _decoded(self, sequences: Iterable[int]) -> list[int]:
+        self._require_open()
+        ready = self._sequences.ready(sequences)
+        self._begin("decode")
+        if self._ranks is not None:
+            self._agree(f"decode of {[one.index for one in ready]}", again=False)
+        return self._stepper.together(ready, device_state=self.device_state)
 
     @alone
     def run(
@@ -565,7 +581,8 @@ class Decoder(Closeable):
         options = options.checked(self._stepper.ring.size)
         ready = self._sequences.ready(sequences)
         self._begin(what)
-        self._agree(f"{what} of {[one.index for one in ready]}: {options}")
+        state = self.device_state
+        self._agree(f"{what} of {[one.index for one in ready]}: {options}, device_state {state}")
         run = kind(self._stepper, ready, options, self._calls, device_state=self.device_state)
         self._run = run
         return run
@@ -624,6 +641,20 @@ class Decoder(Closeable):
         if run is not None:
             run.end(f"{by}()")
 
+    def follow(self) -> None:
+        """Repeats the calls of rank 0, whose decoder leads, until rank 0 closes its decoder.
+
+        Waits for the next call without a deadline; heartbeats tell a rank that died or was stopped
+        from one that has nothing to do.  Raises GroupError if any rank fails, InputError if this
+        decoder is rank 0's or has no group.
+        """
+        self._require_open()
+        if self._ranks is None or self._ranks.group.rank == 0:
+            raise InputError("follow() is for the ranks of a group other than rank 0, which leads")
+        from ostinato.models.leading import follow
+
+        follow(self, self._ranks)
+
     # --- what a step runs
     def program(self, *, sampled: bool = True) -> tuple[KernelCall, ...]:
         """Returns the calls of a step, in order.  A backend may merge several into one launch, or
@@ -656,8 +687,11 @@ class Decoder(Closeable):
     def profile(self) -> Iterator[OperationTimes]:
         """Times every operation by itself: `with decoder.profile() as times`.
 
-        Steps inside the block run eagerly, with profiling as the reason.
+        Steps inside the block run eagerly, with profiling as the reason.  Raises InputError if
+        other ranks follow this one: their steps would not be eager.
         """
+        if self._calls.lead is not None:
+            raise InputError("a rank that leads cannot profile its steps; run ranks without leads")
         self._end_run("profile")
         with self._steps.profile() as times:
             try:
@@ -716,6 +750,8 @@ class Decoder(Closeable):
             return
         self._end_run("close")
         self._closed = True
+        if self._calls.lead is not None:
+            self._calls.lead.end()
         if not self.device.context.closed:
             try:
                 # Work of a stream that its owner has closed may still be under way.

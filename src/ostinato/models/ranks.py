@@ -52,6 +52,8 @@ class Ranks:
         self._calls: deque[str] = deque(maxlen=_TOLD)
         self._chain = hashlib.blake2b(digest_size=16)
         self._compared = True
+        self.led = False
+        """True if rank 0 leads: each of its calls compares those before (`models.leading`)."""
 
     def close(self) -> None:
         """Closes the collectives, after the graphs that use them are collected.  Idempotent."""
@@ -167,11 +169,16 @@ class Ranks:
             self._chain.update(call.encode() + b"\n")
             self._compared = False
 
+    @property
+    def digest(self) -> str:
+        """The digest of all calls noted so far."""
+        return self._chain.hexdigest()
+
     def agree_calls(self) -> None:
         """Compares the calls of all ranks if any were noted since the last comparison.
         Raises DisagreementError on all ranks, GroupError."""
-        if not self._compared:
-            lines = [*self._calls, f"all calls so far: {self._chain.hexdigest()}"]
+        if not self._compared and not self.led:
+            lines = [*self._calls, f"all calls so far: {self.digest}"]
             self.group.agree("calls of the decoder", lines)
             self._compared = True
 

@@ -132,10 +132,18 @@ class Run(Closeable, Generic[T]):
         with calls.lock:
             calls.name = name
             try:
+                if calls.lead is not None and not self._over:
+                    return calls.lead.call(name, self.repeat, (self._left,), {})
                 return next(self._work)
             except BaseException:  # StopIteration too
                 self._over = True
                 raise
+
+    def repeat(self, left: int | None) -> T:
+        """Returns the next tokens of a run that gives `left` more: `__next__` of a rank that
+        follows another (`models.leading`)."""
+        self._left = left
+        return next(self._work)
 
     @abstractmethod
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> T:

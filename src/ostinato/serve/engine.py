@@ -24,7 +24,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
-from ostinato.errors import ContextPoisonedError, LogitsError, OstinatoError
+from ostinato.errors import ContextPoisonedError, GroupError, LogitsError, OstinatoError
 from ostinato.lowlevel import Closeable
 from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
 from ostinato.modules import ModuleCacheStatistics
@@ -235,7 +235,13 @@ class ServingEngine(Closeable):
         """
         self._begun = True
         self._thread.start()
+        if self._decoder.group is not None:
+            self._decoder.group.channel.on_failure(lambda failure: self._wake())
         return self
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._changed.notify()
 
     def submit(
         self, jobs: Sequence[Job], listeners: Sequence[Listener]
@@ -349,7 +355,15 @@ class ServingEngine(Closeable):
 
     def _warm_up(self) -> None:
         """Runs every step twice, so that it is captured: each number of rows that batches and
-        pieces of prompts can have.  Returns early if the engine is being closed."""
+        pieces of prompts can have, and on several ranks again for rows that are not greedy.
+        Returns early if the engine is being closed."""
+        self._run_steps()
+        if self._decoder.ranks > 1:
+            self._decoder.set_sampling(SamplingOptions(temperature=1.0))
+            self._run_steps()
+            self._decoder.set_sampling(SamplingOptions())
+
+    def _run_steps(self) -> None:
         decoder, most = self._decoder, min(self._piece, self._context)
         for rows in self._buckets:
             size = min(rows, most)
@@ -380,6 +394,8 @@ class ServingEngine(Closeable):
         """Performs one action, or waits until there is one.  False if the thread must end."""
         with self._lock:
             while True:
+                if self._decoder.group is not None:
+                    self._decoder.group.check()  # a rank may die while nothing is under way
                 self._answer_questions()
                 self._end_late(time.monotonic())
                 action = self._scheduler.next()
@@ -403,11 +419,12 @@ class ServingEngine(Closeable):
 
     def _guarded(self, slots: Iterable[int], act: Callable[[], None]) -> None:
         """Runs `act`; an error in it ends the answers of `slots` and no others.  Logits that hold
-        NaN end the answers of their slots alone; a poisoned context ends all answers."""
+        NaN end the answers of their slots alone; a poisoned context, or a rank that failed, ends
+        all answers."""
         try:
             act()
             return
-        except ContextPoisonedError:
+        except (ContextPoisonedError, GroupError):
             raise
         except LogitsError as error:
             with self._lock:

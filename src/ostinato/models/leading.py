@@ -1,0 +1,182 @@
+"""Ranks of which one leads: rank 0 decides what to do, and the others repeat its decoder's calls.
+
+    rank 0     Decoder(…, group=group, leads=True)     used as any decoder, by a server, say
+    others     Decoder(…, group=group).follow()        returns once rank 0 closes its decoder
+
+Each call is one exchange of the group: rank 0 brings the call, and every rank the result of the
+call before it.  So ranks whose tokens, errors or notes of calls differ raise at the next call.
+Rank 0 does not wait for the exchange, but begins with the call at once; it looks at the exchange
+before its next call, so at most one call later than the others.  Between two calls the ranks that
+follow wait without a deadline; a rank that dies, is silent or leaves still ends the group.
+
+What crosses is the decoder's own API: methods that change state or run a step, and the next tokens
+of a run.  What only reads the host's state (`tokens`, `stopped`, `statistics`) does not cross, and
+neither does the end of a run: the next call ends it on all ranks.
+
+An error that all ranks have alike (a wrong argument, logits with NaN) leaves the group as it is.
+Any other one fails it at once, since the other ranks may wait for this one on their devices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any, TypeVar
+
+from ostinato.errors import (
+    ClosedError,
+    DisagreementError,
+    GroupError,
+    InputError,
+    LogitsError,
+)
+from ostinato.lowlevel import uninterrupted, whole_number
+from ostinato.models.arguments import quoted
+from ostinato.models.ranks import Ranks
+from ostinato.models.run import Run
+from ostinato.models.sampling import SamplingOptions
+
+T = TypeVar("T")
+
+_LABEL = "the next call of the decoder that leads"
+_END, _NEXT = "Decoder.close", "Run.__next__"
+_LOCAL = (_END, "Decoder.graph")
+_SHARED = (InputError, LogitsError, StopIteration)
+
+
+class _Side:
+    """One rank's side of the calls."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.group = ranks.group
+        self._ranks = ranks
+        self._result = ""
+        ranks.led = True
+
+    def bring(self, call: str = "") -> Callable[[], str]:
+        """Brings rank 0's call, or on another rank none, and returns a function that waits for the
+        others and returns the call; it raises GroupError, also if earlier results differ.  A rank
+        without a call waits without a deadline."""
+        mine = {"call": call, "result": f"{self._result}, after calls {self._ranks.digest}"}
+        wait = self.group.begin_exchange(_LABEL, json.dumps(mine).encode(), patient=not call)
+        return lambda: self._compared(wait())
+
+    def _compared(self, parts: Sequence[bytes]) -> str:
+        first, *others = map(json.loads, parts)
+        for rank, other in enumerate(others, 1):
+            if other["result"] != first["result"]:
+                error = DisagreementError(
+                    f"rank {rank} got {other['result'][:400]} where rank 0 got "
+                    f"{first['result'][:400]}: all ranks must run the same build and settings",
+                    rank=rank,
+                )
+                self.group.fail(error)
+                raise error
+        return str(first["call"])
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Returns `work()`, and keeps its result for the comparison.  An error that the other ranks
+        need not have fails the group."""
+        try:
+            result = work()
+        except _SHARED as error:
+            self._result = f"{type(error).__name__} ({error})"
+            raise
+        except BaseException as error:
+            self.group.fail(error)
+            raise
+        self._result = repr(result)
+        return result
+
+
+class Lead(_Side):
+    """The side of rank 0."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__(ranks)
+        self._before: Callable[[], str] = str
+        """Waits for the exchange of the call before."""
+
+    def call(
+        self,
+        name: str,
+        method: Callable[..., T],
+        args: tuple[object, ...],
+        options: dict[str, Any],
+    ) -> T:
+        """Calls `method` after it has told the other ranks to do the same.
+
+        Ctrl-C waits for the end of the call, which all ranks make whole.  Raises GroupError, the
+        errors of `method`, and InputError for arguments that cannot be sent.
+        """
+        if name in _LOCAL:
+            return method(*args, **options)
+        here = {"progress": options.pop("progress")} if "progress" in options else {}
+        told = json.dumps([name, _sendable(args), _sendable(options)])
+        _, args, options = _read(told)  # the very values that the others get
+        with uninterrupted:
+            self._tell(told)
+            return self.do(partial(method, *args, **options, **here))
+
+    def _tell(self, call: str) -> None:
+        self._before()
+        self._before = self.bring(call)
+
+    def end(self) -> None:
+        """Ends `follow` on the other ranks, unless the group has ended."""
+        with suppress(GroupError, ClosedError):
+            self._tell(json.dumps([_END, [], {}]))
+            self._before()
+
+
+def follow(decoder: object, ranks: Ranks) -> None:
+    """Repeats rank 0's calls on this rank's `Decoder` until rank 0 closes its own.
+
+    Raises GroupError, and the errors that fail the group.
+    """
+    side = _Side(ranks)
+    run: Run[Any] | None = None
+    while (told := _read(side.bring()()))[0] != _END:
+        name, args, options = told
+        method = run.repeat if run is not None and name == _NEXT else _method(decoder, name)
+        with suppress(*_SHARED):
+            result = side.do(partial(method, *args, **options))
+            run = result if isinstance(result, Run) else run
+
+
+def _method(decoder: object, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(decoder, name.removeprefix("Decoder."))
+    return method
+
+
+def _read(told: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    name, args, options = json.loads(told, object_hook=_read_object)
+    return name, tuple(args), options
+
+
+def _sendable(value: object) -> Any:
+    """Returns a call's argument as data that JSON can hold and `_read` turns back."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case SamplingOptions():
+            return {"sampling": asdict(value)}
+        case dict() if all(type(key) is str for key in value):
+            return {key: _sendable(one) for key, one in value.items()}
+        case Mapping():
+            return {"items": [[_sendable(key), _sendable(one)] for key, one in value.items()]}
+        case Iterable() if not isinstance(value, bytes | bytearray):
+            return [one if type(one) is int else _sendable(one) for one in value]
+    found = whole_number(value)
+    if found is None:
+        raise InputError(f"{quoted(value)} cannot be sent to the other ranks")
+    return found
+
+
+def _read_object(found: dict[str, Any]) -> Any:
+    if "sampling" in found:
+        return SamplingOptions(**found["sampling"])
+    return dict(found["items"]) if "items" in found else found
