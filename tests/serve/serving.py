@@ -6,9 +6,11 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from tests.models.model_files import write_gguf
 
 if TYPE_CHECKING:
+    import pytest
     from openai import OpenAI
 
     from ostinato.serve.server import Server
@@ -118,6 +121,31 @@ def running(generator: TextGenerator, **options: Any) -> Iterator[Server]:
         server.stop()
         thread.join(SECONDS)
         assert not thread.is_alive(), "the server does not stop"
+
+
+def say(monkeypatch: pytest.MonkeyPatch, server: Server, *texts: str, seconds: float = 0.0) -> None:
+    """Makes a server's model say these texts, one for each answer in turn, whatever it is asked.
+    `seconds`: how long each token takes.  The decoder has no stop tokens."""
+    engine = server.engine
+    encode = engine.generator.tokenizer.encode
+    took, given = ServingEngine._took, cycle(texts)
+    answers: dict[int, list[int]] = {}
+
+    def said(self: ServingEngine, chosen: Mapping[int, int]) -> None:
+        scripted, ended = dict(chosen), []
+        for slot in chosen:
+            number = self._scheduler.request_in(slot)
+            if number is not None:
+                if number not in answers:
+                    answers[number] = encode(next(given), add_special=False)
+                scripted[slot] = answers[number].pop(0)
+                ended += [number] * (not answers[number])
+        time.sleep(seconds)
+        took(self, scripted)
+        for number in ended:
+            self._end(number, End.STOP)
+
+    monkeypatch.setattr(engine, "_took", partial(said, engine))
 
 
 def until(condition: Callable[[], object]) -> None:

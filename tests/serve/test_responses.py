@@ -24,7 +24,7 @@ from ostinato.models import TextGenerator
 from ostinato.serve import app as app_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.server import Server
-from tests.serve.serving import MODEL, call, client, open_generator, running, until
+from tests.serve.serving import MODEL, SECONDS, call, client, open_generator, running, until
 
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"model": MODEL, "input": "ab in 12?", "temperature": 0}
@@ -204,18 +204,21 @@ def test_each_event_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_answer_that_fails_says_so_in_its_stream(
     generator: TextGenerator, server: Server
 ) -> None:
-    decode, begun = generator.decoder.run_batch, threading.Event()
+    decode, begun, calls = generator.decoder.run_batch, threading.Event(), 0
 
     def fails(*arguments: Any, **options: Any) -> Any:
-        if begun.is_set():
+        nonlocal calls
+        calls += 1
+        if calls > 8:
+            assert begun.wait(SECONDS), "an answer that fails before its first event is no stream"
             raise ModelError("the logits hold NaN")
         return decode(*arguments, **{**options, "count": 1})
 
     with mock.patch.object(generator.decoder, "run_batch", fails):
         text = ""
         for event in client(server).responses.create(**ASK, stream=True):
+            begun.set()
             if event.type == "response.output_text.delta":
-                begun.set()
                 text += event.delta
         reply = call(server, "POST", RESPONSES, ASK)
     assert event.type == "response.failed" and event.response.status == "failed"

@@ -84,6 +84,16 @@ class TextGenerator(Closeable):
         return self.tokenizer.chat_template is not None
 
     @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat template; ChatML for a model without one."""
+        source = self.tokenizer.chat_template
+        return ChatTemplate(
+            DEFAULT_TEMPLATE if source is None else source,
+            where=f"{self.tokenizer.where}: the chat template",
+            tokens=self.tokenizer.special_tokens,
+        )
+
+    @property
     def default_sampling(self) -> SamplingOptions:
         """The default sampling options of `ostinato chat` and `ostinato serve`.
 
@@ -127,13 +137,7 @@ class TextGenerator(Closeable):
         if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Iterable):
             raise InputError(f"prompt is {quoted(prompt)}, must be text or a list of messages")
         first = [] if system is None else [{"role": "system", "content": system}]
-        source = self.tokenizer.chat_template
-        template = ChatTemplate(
-            DEFAULT_TEMPLATE if source is None else source,
-            where=f"{self.tokenizer.where}: the chat template",
-            tokens=self.tokenizer.special_tokens,
-        )
-        text = template.render(
+        text = self.chat_template.render(
             [*first, *prompt], continue_last=continue_last, variables=template_args
         )
         return self.tokenizer.encode(text, add_special=False)

@@ -104,13 +104,19 @@ class AnswerText:
     """Decoding of an answer token by token; it ends before the first text of `stop` in the answer.
 
     No piece has part of a character, or the beginning of a text that may still end the answer.
-    `continues`: the answer continues the prompt's text, and is no turn of a chat.
+    `continues`: the answer continues the prompt's text, and is no turn of a chat.  `shown`: special
+    tokens whose text the answer has.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: str | Iterable[str] = (), *, continues: bool = False
+        self,
+        tokenizer: Tokenizer,
+        stop: str | Iterable[str] = (),
+        *,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
-        self._out = tokenizer.stream_decoder(continues=continues)
+        self._out = tokenizer.stream_decoder(continues=continues, shown=shown)
         self._stops = StopMatcher(checked_stops(stop))
 
     def __repr__(self) -> str:

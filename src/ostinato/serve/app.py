@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -31,6 +31,7 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import InputError, ModelError, OstinatoError
 from ostinato.models import SamplingOptions
+from ostinato.serve.calls import CallReader, ToolCall, ToolFormat, find_format
 from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from ostinato.serve.metrics import CONTENT_TYPE, Metrics
 from ostinato.serve.page import page_response
@@ -41,6 +42,7 @@ from ostinato.serve.protocol import (
     Kind,
     Prompt,
     answer_object,
+    call_chunks,
     chunk_object,
     event_text,
     model_object,
@@ -247,6 +249,7 @@ class Service:
                     param=what,
                     code="context_length_exceeded",
                 )
+            shown = self._shown(prompt) if isinstance(prompt, Chat) else frozenset[int]()
             try:
                 tokens = self._tokens(prompt)
             except (InputError, ModelError) as error:  # such as a template that refuses
@@ -266,16 +269,41 @@ class Service:
             for _ in range(wanted.n):
                 sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
                 continues = not isinstance(prompt, Chat) or prompt.continue_last
-                jobs.append(Job(tokens, most, sampling, wanted.stop, continues))
+                jobs.append(Job(tokens, most, sampling, wanted.stop, continues, shown))
         return jobs
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of calls of tools; None if the model's chat template has none that is known.
+        Slow at first: renders the template."""
+        generator = self.engine.generator
+        ends = map(generator.tokenizer.token_text, generator.tokenizer.eos_ids)
+        return find_format(generator.chat_template.render, [text for text in ends if text])
+
+    def _shown(self, chat: Chat) -> frozenset[int]:
+        """Returns the special tokens that mark calls of tools.  Raises ApiError if the chat has
+        tools, but not the model."""
+        if not chat.uses_tools:
+            return frozenset()
+        if self.tool_format is None:
+            raise ApiError(
+                400,
+                "tools cannot be used: the chat template of this model has none, or writes calls "
+                "in a format that this server does not know",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        tokenizer, words = self.engine.generator.tokenizer, self.tool_format.words
+        return frozenset(one for one in tokenizer.special_ids if tokenizer.token_text(one) in words)
 
     def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
         generator = self.engine.generator
         if isinstance(prompt, Chat):
+            tools = {"tools": prompt.tools} if prompt.tools else {}
             return tuple(
                 generator.encode(
                     prompt.messages,
-                    template_args=prompt.template_args,
+                    template_args={**prompt.template_args, **tools},
                     continue_last=prompt.continue_last,
                 )
             )
@@ -448,12 +476,16 @@ def _size(prompt: Prompt) -> int:
     if isinstance(prompt, Chat):
         # Names count too: some templates write them.
         sizes = (
-            sum(len(text) for name, text in one.items() if name != "role")
+            sum(_length(value) for name, value in one.items() if name != "role")
             for one in prompt.messages
         )
-        given = len(json.dumps(prompt.template_args)) if prompt.template_args else 0
+        given = sum(_length(one) for one in (prompt.template_args, prompt.tools) if one)
         return given + sum(max(size, _CHARACTERS_PER_TOKEN) for size in sizes)
     return len(prompt) if isinstance(prompt, str) else 0
+
+
+def _length(value: object) -> int:
+    return len(value if isinstance(value, str) else json.dumps(value))
 
 
 def _error_response(error: ApiError) -> Response:
@@ -564,6 +596,14 @@ class _Answering(Response):
         self._numbers, self._inbox = numbers, inbox
         self._answers = [Update() for _ in jobs]
         self._open = len(jobs)
+        self._readers: list[CallReader] = []
+        self._calls: list[list[ToolCall]] = [[] for _ in jobs]
+        chat = wanted.prompts[0]
+        if isinstance(chat, Chat) and chat.tools:
+            assert service.tool_format is not None, "the jobs were made"
+            names = {tool["function"]["name"] for tool in chat.tools}
+            read = partial(CallReader, service.tool_format, names, one=chat.one_call)
+            self._readers = [read() for _ in jobs]
         self._status = 499
         self._head = {
             "id": _ID_PREFIXES[wanted.kind] + secrets.token_hex(12),
@@ -589,15 +629,30 @@ class _Answering(Response):
             pass
         self._inbox.leave()
 
-    async def _take(self, seconds: float | None = None) -> dict[int, Update]:
-        """Returns updates by index of the answer.  Raises ApiError if an answer failed."""
-        new = await self._inbox.take(seconds)
-        for index, update in new.items():
+    async def _take(
+        self, seconds: float | None = None
+    ) -> dict[int, tuple[list[str | ToolCall], End | None]]:
+        """Returns what is new by index of the answer: texts and calls, and its end.  Raises
+        ApiError if an answer failed."""
+        found: dict[int, tuple[list[str | ToolCall], End | None]] = {}
+        for index, update in (await self._inbox.take(seconds)).items():
+            if self._answers[index].end is not None:
+                continue  # its only call ended it
             if update.end in _ENDS:
                 raise _ended(update)
+            pieces: list[str | ToolCall] = [update.text] if update.text else []
+            if self._readers:
+                reader = self._readers[index]
+                pieces = reader.push(update.text, last=update.end is not None)
+                text = "".join(one for one in pieces if isinstance(one, str))
+                update = replace(update, text=text, end=End.STOP if reader.over else update.end)
+                self._calls[index] += [one for one in pieces if isinstance(one, ToolCall)]
+                if reader.over:
+                    self._service.engine.cancel(self._numbers[index : index + 1])
             self._answers[index] = self._answers[index] + update
             self._open -= update.end is not None
-        return new
+            found[index] = pieces, update.end
+        return found
 
     def _usage(self) -> dict[str, Any]:
         prompts = self._jobs[:: self._wanted.n]  # each prompt counts once, as OpenAI's API does
@@ -618,30 +673,44 @@ class _Answering(Response):
 
     def _found(self) -> dict[str, Any]:
         """Returns the body of the complete answer."""
-        choices = [(update.text, update.end or End.STOP) for update in self._answers]
+        choices = [
+            (update.text, calls, update.end or End.STOP)
+            for update, calls in zip(self._answers, self._calls, strict=True)
+        ]
         return answer_object(self._wanted.kind, self._head, choices, self._usage())
 
     async def _stream(self, send: Send) -> None:
         """Streams the answers.  The status is sent first, so later errors are events."""
         kind = self._wanted.kind
-        said: set[int] = set()
+        begun: set[int] = set()
         await self._start(send, 200, _EVENT_STREAM)
+        sent = time.monotonic()
         try:
             while self._open:
                 new = await self._take(_COMMENT_SECONDS)
-                if not new:
-                    await self._send(send, b": waiting\n\n", more=True)
                 events = []
-                for index, update in new.items():
-                    first = kind == "chat" and index not in said
-                    said.add(index)
+                for index, (pieces, end) in new.items():
+                    first = kind == "chat" and index not in begun
+                    begun.add(index)
+                    if first and not (pieces and isinstance(pieces[0], str)):
+                        pieces = ["", *pieces]
                     make = partial(chunk_object, kind, self._head, index)
-                    if update.text or first:
-                        events.append(make(update.text, first=first))
-                    if update.end is not None:
-                        events.append(make("", end=update.end))
+                    calls = self._calls[index]
+                    for piece in pieces:
+                        if isinstance(piece, str):
+                            events.append(make(piece, first=first))
+                            first = False
+                        else:
+                            events += call_chunks(self._head, index, calls.index(piece), piece)
+                    if end is not None:
+                        events.append(make("", end=end, called=bool(calls)))
                 if events:
                     await self._events(send, events)
+                elif not new or time.monotonic() - sent >= _COMMENT_SECONDS:
+                    await self._send(send, b": waiting\n\n", more=True)
+                else:
+                    continue  # text that may become a call is held back
+                sent = time.monotonic()
             if self._wanted.usage:
                 usage = {**chunk_object(kind, self._head, 0, ""), "choices": []}
                 await self._events(send, [{**usage, "usage": self._usage()}])
@@ -693,7 +762,8 @@ class _Responding(_Answering):
         try:
             while self._open:
                 new = await self._take(_COMMENT_SECONDS)
-                events = "".join(writer.more(update.text) for update in new.values())
+                texts = (str(text) for pieces, _ in new.values() for text in pieces)
+                events = "".join(map(writer.more, texts))
                 if events or not new:
                     await self._send(send, (events or ": waiting\n\n").encode(), more=True)
             (answer,) = self._answers

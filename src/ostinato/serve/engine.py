@@ -61,13 +61,15 @@ class Rejection(StrEnum):
 class Job:
     """One answer to generate.  `tokens`: the prompt, at least one token, all within the vocabulary.
     The answer ends after `max_tokens` tokens or at the end of the context.  `continues`: the answer
-    continues the prompt's text, rather than being a turn of a chat."""
+    continues the prompt's text, rather than being a turn of a chat.  `shown`: special tokens whose
+    text the answer has."""
 
     tokens: tuple[int, ...]
     max_tokens: int
     sampling: SamplingOptions
     stop: tuple[str, ...] = ()
     continues: bool = False
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +252,10 @@ class ServingEngine(Closeable):
         Each listener gets the updates of its answer, the last of them with `end`.  Raises
         InputError for invalid stop texts."""
         tokenizer = self.generator.tokenizer
-        texts = [AnswerText(tokenizer, job.stop, continues=job.continues) for job in jobs]
+        texts = [
+            AnswerText(tokenizer, job.stop, continues=job.continues, shown=job.shown)
+            for job in jobs
+        ]
         now = time.monotonic()
         deadline = None if self._seconds is None else now + self._seconds
         with self._lock:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
+from ostinato.serve.calls import ToolCall
 from ostinato.serve.engine import End
 
 T = TypeVar("T")
@@ -31,6 +33,8 @@ _LONGEST_STOP = 1024
 _MOST_METADATA = 16
 _LONGEST_METADATA = 512
 _MOST_SEED = 1 << 64
+_MOST_TOOLS = 128
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MOST_PROMPTS = 1 << 12
 """A limit for every server: checking millions of prompts takes seconds."""
 
@@ -46,14 +50,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_bias": ({}, []),
     "logprobs": (False,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -128,7 +129,7 @@ _IGNORED = (
 )
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 # Fields of an earlier answer, which clients send back.
-_EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal", "tool_calls")
+_EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal")
 # Fields of a message that chat templates may use.
 _TEXTS_IN_MESSAGES = ("name", "reasoning_content")
 _IGNORED_IN_MESSAGES = ("cache_control", "prompt_cache_breakpoint")
@@ -161,12 +162,22 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Text messages of the roles system, user and assistant.  `template_args`: variables of the
-    chat template.  `continue_last`: the answer continues the last message."""
+    """Text messages of the roles system, user, assistant and tool, as chat templates take them.
+    `template_args`: variables of the chat template.  `continue_last`: the answer continues the last
+    message.  `tools`: the functions that the answer may call, in OpenAI's form; with `one_call` it
+    ends with the first call."""
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     template_args: Mapping[str, object] = field(default_factory=dict)
     continue_last: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    one_call: bool = False
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if the model must know tools."""
+        called = (one["role"] == "tool" or "tool_calls" in one for one in self.messages)
+        return bool(self.tools) or any(called)
 
 
 Prompt: TypeAlias = Chat | str | tuple[int, ...]
@@ -296,7 +307,15 @@ def _take_chat(fields: _Fields) -> _Taken:
             param="add_generation_prompt",
         )
     most = fields.take("max_completion_tokens", _most, fields.take("max_tokens", _most, None))
-    return (Chat(messages, _take_template_args(fields), continues),), most, {}
+    nothing: tuple[dict[str, Any], ...] = ()
+    tools = fields.take("tools", _tools, nothing)
+    if fields.take("tool_choice", _tool_choice, "auto") == "none":
+        tools = ()
+    if tools and continues:
+        raise ApiError(400, "tools cannot be used with continue_final_message", param="tools")
+    one_call = not fields.take("parallel_tool_calls", _flag, True)
+    chat = Chat(messages, _take_template_args(fields), continues, tools, one_call)
+    return (chat,), most, {}
 
 
 def _take_response(fields: _Fields) -> _Taken:
@@ -482,16 +501,84 @@ def _tokens(value: object) -> tuple[int, ...]:
     return tuple(_integer(one) for one in value)
 
 
-def _messages(value: object) -> tuple[dict[str, str], ...]:
+def _messages(value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise ValueError("must be a list of messages, one at the least")
-    return tuple(_message(one, index) for index, one in enumerate(value))
+    return tuple(_message(one, index, (*_ROLES, "tool")) for index, one in enumerate(value))
+
+
+def _tools(value: object) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or len(value) > _MOST_TOOLS:
+        raise ValueError(f"must be a list of {_MOST_TOOLS} functions at most")
+    tools = tuple(_tool(one, index) for index, one in enumerate(value))
+    names = [one["function"]["name"] for one in tools]
+    if len({*names}) < len(names):
+        raise ValueError("must have a name of its own for each function")
+    return tools
+
+
+def _tool(given: object, index: int) -> dict[str, Any]:
+    """Returns a function as chat templates take it."""
+    function = _function(given, ("type", "function"))
+    if function is None:
+        raise ValueError(f"[{index}] must have the type function and a function, no more")
+    name = function.get("name")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+        raise ValueError(f"[{index}]: name must be 1 to 64 letters, digits, _ or -")
+    if not isinstance(function.get("description"), str | None):
+        raise ValueError(f"[{index}]: description must be text")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise ValueError(f"[{index}]: parameters must be an object, a JSON schema")
+    if function.get("strict"):
+        raise ValueError(f"[{index}]: strict is not supported by this server; leave it out")
+    unknown = {*function} - {"name", "description", "parameters", "strict"}
+    if unknown:
+        raise ValueError(f"[{index}]: {min(unknown)[:80]} is no field of a function")
+    shown = {name: one for name, one in function.items() if name != "strict" and one is not None}
+    return {"type": "function", "function": shown}
+
+
+def _tool_choice(value: object) -> str:
+    if value == "none" or value == "auto":
+        return value
+    raise ValueError('must be "none" or "auto": this server cannot make the model call a tool')
+
+
+def _tool_calls(value: object) -> list[dict[str, Any]]:
+    """Returns the calls of an earlier answer, with their arguments as an object, as chat templates
+    take them."""
+    if not isinstance(value, list):
+        raise ValueError("must be a list of calls")
+    return [_tool_call(one) for one in value]
+
+
+def _tool_call(given: object) -> dict[str, Any]:
+    function = _function(given, ("id", "type", "function", "index"))
+    if not isinstance(given, dict) or function is None:
+        raise ValueError("must have calls with an id, the type function and a function, no more")
+    call_id, name = _text(given.get("id")), _text(function.get("name"))
+    written = _text(function.get("arguments"))
+    try:
+        arguments = parse_json((written or "{}").encode())
+    except ApiError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"has arguments of {name[:80]} that are no JSON object")
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _function(given: object, known: Collection[str]) -> dict[str, Any] | None:
+    """Returns the function in an object of that type; None if it has another form."""
+    if not isinstance(given, dict) or {*given} - {*known} or given.get("type") != "function":
+        return None
+    function = given.get("function")
+    return function if isinstance(function, dict) else None
 
 
 def _template_args(value: object) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise ValueError("must be an object: a value for each variable")
-    for name in ("messages", "add_generation_prompt", "continue_final_message"):
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
         if name in value:
             raise ValueError(f"cannot set {name}")
     return value
@@ -512,7 +599,7 @@ def _item(given: object, index: int) -> dict[str, str]:
         if kind not in (None, "message"):
             raise ValueError(f"[{index}]: items of the type message alone are supported")
         given = {name: one for name, one in given.items() if name not in _IGNORED_IN_ITEMS}
-    return _message(given, index, ("input_text", "output_text"))
+    return _message(given, index, tuple(_ROLES), ("input_text", "output_text"))
 
 
 def _metadata(value: object) -> Mapping[str, str]:
@@ -526,28 +613,40 @@ def _metadata(value: object) -> Mapping[str, str]:
 
 
 def _message(
-    given: object, index: int, kinds_of_parts: tuple[str, ...] = ("text",)
-) -> dict[str, str]:
+    given: object, index: int, roles: Sequence[str], kinds_of_parts: tuple[str, ...] = ("text",)
+) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"[{index}] must be an object with a role and a content")
     role = given.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise ValueError(f"[{index}]: role must be one of {', '.join(_ROLES)}")
-    message = {"role": _ROLES[role]}
+    if not isinstance(role, str) or role not in roles:
+        raise ValueError(f"[{index}]: role must be one of {', '.join(roles)}")
+    message: dict[str, Any] = {"role": _ROLES.get(role, role)}
+    readers: dict[str, Callable[[object], object]] = dict.fromkeys(_TEXTS_IN_MESSAGES, _text)
+    if "tool" in roles and role == "assistant":
+        readers["tool_calls"] = _tool_calls
+    elif role == "tool":
+        readers["tool_call_id"] = _text
     for name, value in given.items():
-        if name in _TEXTS_IN_MESSAGES and value is not None:
+        if value is None or name in ("role", "content", *_IGNORED_IN_MESSAGES):
+            continue
+        if name in readers:
             try:
-                message[name] = _text(value)
+                message[name] = readers[name](value)
             except ValueError as error:
                 raise ValueError(f"[{index}]: {name} {error}") from None
-        elif name in ("role", "content", *_TEXTS_IN_MESSAGES, *_IGNORED_IN_MESSAGES):
-            continue
-        elif value not in (None, [], ""):
+        elif value not in ([], ""):
             known = name in _EMPTY_IN_MESSAGES
             what = "is not supported by this server" if known else "is no field of a message"
             raise ValueError(f"[{index}]: {name[:80]} {what}")
+    content = given.get("content")
+    if role == "tool" and "tool_call_id" not in message:
+        raise ValueError(f"[{index}]: tool_call_id is missing")
+    if not message.get("tool_calls", True):
+        del message["tool_calls"]  # templates ask whether it is there
+    if "tool_calls" in message and content is None:
+        content = ""  # some templates look into it
     try:
-        message["content"] = _content(given.get("content"), kinds_of_parts)
+        message["content"] = _content(content, kinds_of_parts)
     except ValueError as error:
         raise ValueError(f"[{index}]: content {error}") from None
     return message
@@ -600,16 +699,19 @@ def usage_object(prompt: int, cached: int, answer: int) -> dict[str, Any]:
 def answer_object(
     kind: Kind,
     head: Mapping[str, Any],
-    choices: Sequence[tuple[str, End]],
+    choices: Sequence[tuple[str, Sequence[ToolCall], End]],
     usage: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a complete answer: each choice's text and how it ended."""
+    """Returns a complete answer: each choice's text and calls, and how it ended."""
     listed = []
-    for index, (text, end) in enumerate(choices):
+    for index, (text, calls, end) in enumerate(choices):
         said: dict[str, Any] = {"text": text}
         if kind == "chat":
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        listed.append(_choice(index, said, end))
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if calls:
+                message |= {"content": text or None, "tool_calls": list(map(_call_object, calls))}
+            said = {"message": message}
+        listed.append(_choice(index, said, end, called=bool(calls)))
     return {**head, "object": _OBJECTS[kind][0], "choices": listed, "usage": dict(usage)}
 
 
@@ -621,17 +723,46 @@ def chunk_object(
     *,
     first: bool = False,
     end: End | None = None,
+    called: bool = False,
 ) -> dict[str, Any]:
-    """Returns one chunk of a streamed answer."""
+    """Returns one chunk of a streamed answer.  `called`: the answer has calls of tools."""
     said: dict[str, Any] = {"text": text}
     if kind == "chat":
         delta = {"role": "assistant", "content": text} if first else {"content": text}
         said = {"delta": delta if text or first else {}}
-    return {**head, "object": _OBJECTS[kind][1], "choices": [_choice(index, said, end)]}
+    return {**head, "object": _OBJECTS[kind][1], "choices": [_choice(index, said, end, called)]}
 
 
-def _choice(index: int, said: Mapping[str, Any], end: End | None) -> dict[str, Any]:
+def call_chunks(
+    head: Mapping[str, Any], index: int, number: int, call: ToolCall
+) -> list[dict[str, Any]]:
+    """Returns the chunks of call `number` of a streamed answer: its name first, then its
+    arguments."""
+    whole = _call_object(call)
+    begun = {**whole, "function": {**whole["function"], "arguments": ""}}
+    return [
+        {
+            **head,
+            "object": _OBJECTS["chat"][1],
+            "choices": [
+                _choice(index, {"delta": {"tool_calls": [{"index": number, **one}]}}, None)
+            ],
+        }
+        for one in (begun, {"function": {"arguments": call.arguments}})
+    ]
+
+
+def _call_object(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _choice(
+    index: int, said: Mapping[str, Any], end: End | None, called: bool = False
+) -> dict[str, Any]:
     reason = None if end is None else end.value
+    if called and end is End.STOP:
+        reason = "tool_calls"
     return {"index": index, **said, "logprobs": None, "finish_reason": reason}
 
 

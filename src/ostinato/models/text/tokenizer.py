@@ -99,11 +99,16 @@ class Tokenizer:
         return "".join([*map(stream.push, ids), stream.finish()])
 
     def stream_decoder(
-        self, *, skip_special: bool = True, continues: bool = False
+        self,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> IncrementalDecoder:
         """Returns a decoder for ids that come one by one.  `continues`: the ids continue a text, so
-        a leading space is kept."""
-        return IncrementalDecoder(self, skip_special=skip_special, continues=continues)
+        a leading space is kept.  `shown`: special tokens that are not skipped."""
+        skipped = self.special_ids - shown if skip_special else frozenset[int]()
+        return IncrementalDecoder(self, skipped, continues=continues)
 
     def token_text(self, token: int) -> str | None:
         """Returns the token's spelling in the vocabulary (`"Ġsky"`), or None for an unknown id.
@@ -153,14 +158,14 @@ class IncrementalDecoder:
 
     The results of all `push` calls and `finish`, joined, are `Tokenizer.decode` of the same ids;
     with `continues`, they keep the leading space that `decode` drops.
-    No piece has part of a character.
+    No piece has part of a character.  `skipped`: ids without text.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False
+        self, tokenizer: Tokenizer, skipped: frozenset[int], *, continues: bool = False
     ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strip_space and not continues
 

@@ -1,0 +1,393 @@
+"""Tools at the chat endpoint, by OpenAI's own client and by hand: what the model is told, and its
+calls as OpenAI writes them.  What the model says is given by the tests."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+# Where these are missing there are tests of other things; `make test` installs them
+# (tests/test_packaging.py).
+openai = pytest.importorskip("openai")
+pytest.importorskip("ostinato.serve.server")
+
+from ostinato import open_device
+from ostinato.serve import app as app_module
+from ostinato.serve.engine import End
+from ostinato.serve.server import Server
+from tests.models.model_files import CONFIG, SPECIAL, byte_tokens, write_gguf
+from tests.serve.serving import MODEL, Reply, call, client, open_generator, running, say, until
+from tests.serve.tool_templates import TEMPLATES
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "How warm is it in Köln?"}
+WARMTH = {
+    "name": "warmth",
+    "description": "Says how warm it is.",
+    "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+}
+TOOLS = [{"type": "function", "function": WARMTH}]
+ASK: dict[str, Any] = {"model": MODEL, "messages": [USER], "tools": TOOLS}
+ARGUMENTS = '{"place": "Köln {\\"a\\"} \\u00e9", "n": [1.50, {}]}'
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+"""Special tokens, as in Mistral's vocabularies."""
+CALLS = {
+    "hermes": f'<tool_call>\n{{"name": "warmth", "arguments": {ARGUMENTS}}}\n</tool_call>',
+    "mistral": f'[TOOL_CALLS][{{"name": "warmth", "arguments": {ARGUMENTS}}}]',
+    "mistral, named": f"[TOOL_CALLS]warmth[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
+    "llama": f'{{"name": "warmth", "parameters": {ARGUMENTS}}}',
+}
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts the server of a model with the template of that name, once."""
+    folder, servers = tmp_path_factory.mktemp("tools"), dict[str | None, Server]()
+    tokens, _ = byte_tokens()
+    tokens[-len(MARKS) :] = MARKS
+    types = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL) - len(MARKS)) + [3] * len(MARKS)
+    with ExitStack() as stack:
+
+        def started(name: str | None) -> Server:
+            if name not in servers:
+                more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+                if name is not None:
+                    more["tokenizer.chat_template"] = TEMPLATES[name]
+                path = write_gguf(
+                    folder / f"{len(servers)}.gguf",
+                    config=replace(CONFIG, context_length=4096),
+                    metadata=more,
+                )
+                device = stack.enter_context(open_device("host"))
+                generator = stack.enter_context(open_generator(device, path, max_context=4096))
+                generator.decoder.set_stop_tokens(())
+                servers[name] = stack.enter_context(running(generator))
+            return servers[name]
+
+        yield started
+
+
+@pytest.fixture(params=list(TEMPLATES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def answered(server: Server, **fields: Any) -> Any:
+    return client(server).chat.completions.create(**{**ASK, **fields})
+
+
+def streamed(server: Server, **fields: Any) -> tuple[str, list[list[Any]], str]:
+    """The text, each call's deltas, and how it ended."""
+    text, calls, ends = "", [], []
+    for chunk in answered(server, stream=True, **fields):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        for one in choice.delta.tool_calls or ():
+            calls += [[]] * (one.index >= len(calls))
+            calls[one.index] = [*calls[one.index], one]
+        ends += [choice.finish_reason] * bool(choice.finish_reason)
+    (end,) = ends
+    return text, calls, end
+
+
+# --------------------------------------------------------------------------------------- answers
+
+
+def test_a_call_as_a_whole_and_as_a_stream(
+    start: Start, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(name)
+    say(monkeypatch, server, CALLS[name])
+    (choice,) = answered(server).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    (one,) = choice.message.tool_calls
+    assert (one.type, one.function.name, one.function.arguments) == (
+        "function",
+        "warmth",
+        ARGUMENTS,
+    )
+    text, calls, end = streamed(server)
+    assert (text, end) == ("", "tool_calls")
+    (deltas,) = calls
+    assert (deltas[0].type, deltas[0].function.name) == ("function", "warmth")
+    assert deltas[0].id and deltas[0].id != one.id and deltas[0].function.arguments == ""
+    assert "".join(each.function.arguments for each in deltas) == ARGUMENTS
+    assert [(each.id, each.function.name) for each in deltas[1:]] == [(None, None)]
+
+
+def test_text_and_several_calls(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start("hermes")
+    other = CALLS["hermes"].replace("Köln", "東京")
+    say(monkeypatch, server, f"Let me see: 🌡\n{CALLS['hermes']}\n{other}")
+    (choice,) = answered(server).choices
+    places = [json.loads(one.function.arguments)["place"] for one in choice.message.tool_calls]
+    assert choice.message.content == "Let me see: 🌡"
+    assert [place[:2] for place in places] == ["Kö", "東京"]
+    text, calls, end = streamed(server)
+    assert (text, end, len(calls)) == (choice.message.content, "tool_calls", 2)
+    for deltas, one in zip(calls, choice.message.tool_calls, strict=True):
+        assert "".join(each.function.arguments for each in deltas) == one.function.arguments
+    assert len({deltas[0].id for deltas in calls}) == 2
+
+
+def test_the_clients_helper_for_streams(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start("hermes")
+    say(monkeypatch, server, f"So: {CALLS['hermes']}")
+    with client(server).chat.completions.stream(**ASK) as stream:
+        kinds = [event.type for event in stream]
+        (choice,) = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.done" in kinds
+    assert choice.message.content == "So:" and choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_that_is_no_call_stays_text(
+    start: Start, name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(name)
+    for text in (
+        CALLS[name].replace("warmth", "cold"),
+        CALLS[name].replace("1.50", "1.5.0"),
+        CALLS[name][:-20],
+        "It is warm.",
+    ):
+        say(monkeypatch, server, text)
+        if stream:
+            assert streamed(server) == (text, [], "stop")
+        else:
+            (choice,) = answered(server).choices
+            assert (choice.message.content, choice.message.tool_calls) == (text, None)
+            assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_says_so(
+    start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("hermes")
+    say(monkeypatch, server, f"{CALLS['hermes']} and {CALLS['hermes']}")
+    count = len(server.engine.generator.encode(CALLS["hermes"], chat=False)) + 30
+    if stream:
+        text, calls, end = streamed(server, max_tokens=count)
+        assert len(calls) == 1
+    else:
+        (choice,) = answered(server, max_tokens=count).choices
+        text, end = choice.message.content, choice.finish_reason
+        assert len(choice.message.tool_calls) == 1
+    assert text.startswith("and <tool_call>") and end == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_one_call_where_more_are_not_wanted(
+    start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine stops the answer with it, and what it says until then is dropped."""
+    server = start("hermes")
+    say(monkeypatch, server, 5 * CALLS["hermes"])
+    before = server.engine._ended_by[End.CANCELLED]
+    for _ in range(3):
+        if stream:
+            text, calls, end = streamed(server, parallel_tool_calls=False)
+        else:
+            (choice,) = answered(server, parallel_tool_calls=False).choices
+            text, end = choice.message.content or "", choice.finish_reason
+            calls = choice.message.tool_calls
+        assert (text, len(calls), end) == ("", 1, "tool_calls")
+    until(lambda: not server.engine._entries)
+    assert before <= server.engine._ended_by[End.CANCELLED] <= before + 3
+    (choice,) = answered(server, parallel_tool_calls=True).choices
+    assert len(choice.message.tool_calls) == 5
+
+
+def test_answers_to_one_request_have_their_own_calls(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("hermes")
+    say(monkeypatch, server, CALLS["hermes"], "No.")
+    whole = answered(server, n=2).choices
+    assert [one.finish_reason for one in whole] == ["tool_calls", "stop"]
+    assert [bool(one.message.tool_calls) for one in whole] == [True, False]
+
+
+def test_a_stream_is_not_silent_while_a_call_comes(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("hermes")
+    monkeypatch.setattr(app_module, "_COMMENT_SECONDS", 0.01)
+    say(monkeypatch, server, CALLS["hermes"], seconds=0.01)
+    body = call(server, "POST", CHAT, {**ASK, "stream": True}).body.decode()
+    _, _, after = body.partition('"role": "assistant"')
+    assert after.partition("tool_calls")[0].count(": waiting\n\n") >= 3
+    assert body.endswith("data: [DONE]\n\n")
+
+
+# ------------------------------------------------------------------- what the model is told
+
+
+def prompt_of(server: Server, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> str:
+    """What the model reads for a request."""
+    say(monkeypatch, server, "x")
+    seen: list[Any] = []
+    submit = server.engine.submit
+    monkeypatch.setattr(
+        server.engine,
+        "submit",
+        lambda jobs, listeners: seen.extend(jobs) or submit(jobs, listeners),
+    )
+    reply = call(server, "POST", CHAT, {**ASK, **fields})
+    assert reply.status == 200, reply
+    return server.engine.generator.tokenizer.decode(seen[0].tokens, skip_special=False)
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_calls_and_results_go_to_the_template(
+    start: Start, name: str, content: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client sends them back, and as transformers would give them to it."""
+    server = start(name)
+    say(monkeypatch, server, CALLS[name])
+    (choice,) = answered(server).choices
+    message = {**choice.message.model_dump(), "content": content}
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "21 °C"}
+    messages = [USER, message, result]
+    generator = server.engine.generator
+    given = dict(message["tool_calls"][0])
+    given["function"] = {"name": "warmth", "arguments": json.loads(ARGUMENTS)}
+    for tools in (TOOLS, None):
+        text = generator.chat_template.render(
+            [
+                USER,
+                {"role": "assistant", "content": content or "", "tool_calls": [given]},
+                result,
+            ],
+            variables={"tools": tools} if tools else {},
+        )
+        assert prompt_of(server, monkeypatch, messages=messages, tools=tools) == text
+    assert "21 °C" in text and "warmth" in text
+
+
+def test_tools_that_are_not_to_be_called_are_not_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("hermes")
+    plain = prompt_of(server, monkeypatch, tools=None)
+    assert prompt_of(server, monkeypatch, tool_choice="none") == plain
+    assert prompt_of(server, monkeypatch, tool_choice="auto") != plain
+    say(monkeypatch, server, CALLS["hermes"])
+    (choice,) = answered(server, tool_choice="none").choices
+    assert (choice.message.content, choice.finish_reason) == (CALLS["hermes"], "stop")
+    (choice,) = answered(server, tools=openai.omit).choices
+    assert (choice.message.content, choice.message.tool_calls) == (CALLS["hermes"], None)
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def check(reply: Reply, words: str, param: str) -> None:
+    assert reply.status == 400, reply
+    assert re.search(words, reply.error["message"]), reply.error
+    assert reply.error["param"] == param
+
+
+def test_a_model_without_tools_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(None)
+    words = "the chat template of this model has none"
+    check(call(server, "POST", CHAT, ASK), words, "tools")
+    called = {"id": "a", "type": "function", "function": {"name": "warmth", "arguments": "{}"}}
+    for message in (
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "content": "21", "tool_call_id": "a"},
+    ):
+        asked = {"model": MODEL, "messages": [USER, message], "max_tokens": 3}
+        check(call(server, "POST", CHAT, asked), words, "tools")
+    for fields in ({"tool_choice": "none"}, {"tools": []}):
+        assert call(server, "POST", CHAT, {**ASK, "max_tokens": 3, **fields}).status == 200
+
+
+def tool(**changes: object) -> dict[str, object]:
+    return {"tools": [{"type": "function", "function": {**WARMTH, **changes}}]}
+
+
+def called(**changes: object) -> dict[str, object]:
+    one = {"id": "a", "type": "function", "function": {"name": "warmth", "arguments": "{}"}}
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [{**one, **changes}]}]}
+
+
+def arguments(value: object) -> dict[str, object]:
+    return called(function={"name": "warmth", "arguments": value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "param", "words"),
+    [
+        ({"tools": {}}, "tools", "must be a list of 128 functions at most"),
+        ({"tools": 129 * TOOLS}, "tools", "must be a list of 128 functions at most"),
+        ({"tools": 2 * TOOLS}, "tools", "a name of its own for each"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools", r"\[0\] must have the type fun"),
+        ({"tools": [{"type": "function"}]}, "tools", r"\[0\] must have the type function"),
+        ({"tools": [{**TOOLS[0], "x": 1}]}, "tools", r"\[0\] must have the type function"),
+        (tool(name="a b"), "tools", r"\[0\]: name must be 1 to 64"),
+        (tool(name=None), "tools", r"\[0\]: name must be 1 to 64"),
+        (tool(description=5), "tools", "description must be text"),
+        (tool(parameters=[]), "tools", "parameters must be an object"),
+        (tool(strict=True), "tools", "strict is not supported"),
+        (tool(colour="red"), "tools", "colour is no field of a function"),
+        (tool(description="\ud800"), "messages", "the chat template"),
+        (tool(description="x" * (1 << 19)), "messages", "longer than"),
+        ({"tool_choice": "required"}, "tool_choice", "cannot make the model call a tool"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "warmth"}}},
+            "tool_choice",
+            "cannot make the model call a tool",
+        ),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "cannot set tools"),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "x"}],
+                "continue_final_message": True,
+            },
+            "tools",
+            "cannot be used with continue_final_message",
+        ),
+        (called(id=None), "messages", r"\[1\]: tool_calls must be text"),
+        (called(type="custom"), "messages", r"\[1\]: tool_calls must have calls with an id"),
+        (called(function=5), "messages", r"\[1\]: tool_calls must have calls with an id"),
+        (called(colour="red"), "messages", r"\[1\]: tool_calls must have calls with an id"),
+        (arguments(None), "messages", r"\[1\]: tool_calls must be text"),
+        (arguments({}), "messages", r"\[1\]: tool_calls must be text"),
+        (arguments("{"), "messages", "arguments of warmth that are no JSON object"),
+        (arguments("[]"), "messages", "arguments of warmth that are no JSON object"),
+        (arguments('{"a": NaN}'), "messages", "arguments of warmth that are no JSON object"),
+        (arguments("[" * 9000), "messages", "arguments of warmth that are no JSON object"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "tool_call_id is missing"),
+        (
+            {"messages": [{**USER, "tool_calls": [{}]}]},
+            "messages",
+            r"\[0\]: tool_calls is no field of a message",
+        ),
+    ],
+)
+def test_a_wrong_field_is_named(
+    start: Start, changes: dict[str, object], param: str, words: str
+) -> None:
+    check(call(start("hermes"), "POST", CHAT, {**ASK, **changes}), words, param)
+
+
+def test_what_changes_nothing_is_taken(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start("hermes")
+    wanted = prompt_of(server, monkeypatch)
+    assert prompt_of(server, monkeypatch, **tool(strict=False)) == wanted
+    assert prompt_of(server, monkeypatch, messages=[{**USER, "tool_calls": []}]) == wanted
+    sent = {**called(index=0), "max_tokens": 3}
+    assert call(server, "POST", CHAT, {**ASK, **sent}).status == 200
+    assert call(server, "POST", CHAT, {**ASK, **arguments("")}).status == 200
+    assert call(server, "POST", CHAT, {**ASK, "tools": 128 * [], "max_tokens": 3}).status == 200
