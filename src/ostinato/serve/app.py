@@ -10,6 +10,7 @@ need an API key if the server has any.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hmac
 import json
 import secrets
@@ -64,6 +65,9 @@ _SMALL_BODY = 64 << 10
 """Largest body, in bytes, that is parsed on the event loop's thread: a millisecond's work.  Larger
 ones are parsed on another thread, one at a time, so streams and small requests do not wait for
 them."""
+_REST = 4.0
+"""Time between the parsing of two large bodies, in units of the first one's: Python's parser keeps
+all other threads waiting."""
 _SMALL_BYTES = 16 << 20
 """Bytes that all small bodies may take together; a request beyond it is refused."""
 _LARGE_BYTES = 64 << 20
@@ -150,10 +154,14 @@ class Service:
         async with AsyncExitStack() as held:
             body = await self._body(request, held)
             if len(body) > _SMALL_BODY:
-                await held.enter_async_context(self._one_large)
-                wanted = await asyncio.to_thread(
-                    lambda: read_request(parse_json(body), kind, self.sampling)
-                )
+                await self._one_large.acquire()
+                began = time.monotonic()
+                try:
+                    wanted = await asyncio.to_thread(self._read_large, body, kind)
+                finally:
+                    rest = _REST * (time.monotonic() - began)
+                    later = asyncio.get_running_loop().call_later
+                    held.callback(later, rest, self._one_large.release)
             else:
                 wanted = read_request(parse_json(body), kind, self.sampling)
             if wanted.model != self.model:
@@ -172,6 +180,17 @@ class Service:
             raise _refusal(numbers)
         answering = _Responding if kind == "response" else _Answering
         return answering(self, wanted, jobs, numbers, inbox)
+
+    def _read_large(self, body: bytes, kind: Kind) -> CompletionRequest:
+        """Reads a request without the garbage collector, which would visit all its values again and
+        again, and is ten times as slow as the parser."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return read_request(parse_json(body), kind, self.sampling)
+        finally:
+            if collects:
+                gc.enable()
 
     async def _made(self, wanted: CompletionRequest) -> list[Job]:
         """Returns the jobs of a request, tokenized on another thread.  Raises ApiError before that
