@@ -121,6 +121,12 @@ def chat(**fields: object) -> dict[str, object]:
 # ---------------------------------------------------------------------------------------- attacks
 
 
+def nothing(attack: Attack) -> None:
+    """No attack: what the machine does to the healthy client."""
+    while attack.on:
+        time.sleep(0.05)
+
+
 def idle_connections(attack: Attack) -> None:
     """3,000 connections that say nothing."""
     with ExitStack() as stack:
@@ -337,6 +343,7 @@ class Kind:
 
 
 KINDS = (
+    Kind(nothing),
     Kind(idle_connections),
     Kind(half_open),
     Kind(slow_senders),
@@ -496,7 +503,7 @@ def one(
 ) -> dict[str, Any]:
     """Runs attacks three times; returns a row."""
     healthy = Healthy(address, text)
-    before, open_before, counts = statuses(healthy), descriptors(pid), Counter[str]()
+    open_before, before, counts = descriptors(pid), statuses(healthy), Counter[str]()
     after: list[int] = []
     for _ in range(3):
         with healthy.at_work():
@@ -505,9 +512,9 @@ def one(
         while len(descriptors(pid)) > len(open_before) and time.monotonic() < end:
             time.sleep(0.1)
         after.append(resident(pid))
+    left = [*(Counter(descriptors(pid)) - Counter(open_before)).elements()]
     answered = statuses(healthy) - before
     failed = answered["500"] - answered["failed"]
-    left = [*(Counter(descriptors(pid)) - Counter(open_before)).elements()]
     broken = [
         *({*healthy.wrong}),
         *[f"slowest answer {healthy.slowest:.2f} s"] * (healthy.slowest >= MOST_SECONDS),

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import threadpoolctl
 
+from ostinato import open_device
+from tests.models.model_files import CONFIG, SPECIAL, byte_tokens, write_gguf
 from tests.serve import serving
+from tests.serve.tool_templates import TEMPLATES
+
+if TYPE_CHECKING:
+    from ostinato.serve.server import Server
+
+MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+"""Special tokens, as in Mistral's vocabularies."""
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +40,33 @@ def one_thread() -> Iterator[None]:
     """BLAS's threads spin while they wait: beside other work, two are slower than one."""
     with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
         yield
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Start]:
+    """Starts the server of a model with the template of that name, once."""
+    folder = tmp_path_factory.mktemp("tools")
+    servers: dict[str | None, Server] = {}
+    tokens, _ = byte_tokens()
+    tokens[-len(MARKS) :] = MARKS
+    types = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL) - len(MARKS)) + [3] * len(MARKS)
+    with ExitStack() as stack:
+
+        def started(name: str | None) -> Server:
+            if name not in servers:
+                more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+                if name is not None:
+                    more["tokenizer.chat_template"] = TEMPLATES[name]
+                path = write_gguf(
+                    folder / f"{len(servers)}.gguf",
+                    config=replace(CONFIG, context_length=4096),
+                    metadata=more,
+                )
+                device = stack.enter_context(open_device("host"))
+                opened = serving.open_generator(device, path, max_context=4096)
+                generator = stack.enter_context(opened)
+                generator.decoder.set_stop_tokens(())
+                servers[name] = stack.enter_context(serving.running(generator))
+            return servers[name]
+
+        yield started

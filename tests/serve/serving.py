@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ostinato import Device
 from ostinato.models import SamplingOptions, TextGenerator
@@ -29,6 +29,8 @@ SECONDS = 120.0
 """Against hangs alone."""
 MODEL = "tiny"
 clients: list[OpenAI] = []
+Start: TypeAlias = "Callable[[str | None], Server]"
+"""Starts the server of a tiny model with the template of that name, once; None for ChatML."""
 
 
 def tiny(folder: Path) -> Path:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +14,10 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("ostinato.serve.server")
 
-from ostinato import open_device
 from ostinato.serve import app as app_module
 from ostinato.serve.engine import End
 from ostinato.serve.server import Server
-from tests.models.model_files import CONFIG, SPECIAL, byte_tokens, write_gguf
-from tests.serve.serving import MODEL, Reply, call, client, open_generator, running, say, until
+from tests.serve.serving import MODEL, Reply, Start, call, client, say, until
 from tests.serve.tool_templates import TEMPLATES
 
 CHAT = "/v1/chat/completions"
@@ -35,43 +30,12 @@ WARMTH = {
 TOOLS = [{"type": "function", "function": WARMTH}]
 ASK: dict[str, Any] = {"model": MODEL, "messages": [USER], "tools": TOOLS}
 ARGUMENTS = '{"place": "Köln {\\"a\\"} \\u00e9", "n": [1.50, {}]}'
-MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-"""Special tokens, as in Mistral's vocabularies."""
 CALLS = {
     "hermes": f'<tool_call>\n{{"name": "warmth", "arguments": {ARGUMENTS}}}\n</tool_call>',
     "mistral": f'[TOOL_CALLS][{{"name": "warmth", "arguments": {ARGUMENTS}}}]',
     "mistral, named": f"[TOOL_CALLS]warmth[CALL_ID]abcdefghi[ARGS]{ARGUMENTS}",
     "llama": f'{{"name": "warmth", "parameters": {ARGUMENTS}}}',
 }
-Start = Callable[..., Server]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Starts the server of a model with the template of that name, once."""
-    folder, servers = tmp_path_factory.mktemp("tools"), dict[str | None, Server]()
-    tokens, _ = byte_tokens()
-    tokens[-len(MARKS) :] = MARKS
-    types = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL) - len(MARKS)) + [3] * len(MARKS)
-    with ExitStack() as stack:
-
-        def started(name: str | None) -> Server:
-            if name not in servers:
-                more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-                if name is not None:
-                    more["tokenizer.chat_template"] = TEMPLATES[name]
-                path = write_gguf(
-                    folder / f"{len(servers)}.gguf",
-                    config=replace(CONFIG, context_length=4096),
-                    metadata=more,
-                )
-                device = stack.enter_context(open_device("host"))
-                generator = stack.enter_context(open_generator(device, path, max_context=4096))
-                generator.decoder.set_stop_tokens(())
-                servers[name] = stack.enter_context(running(generator))
-            return servers[name]
-
-        yield started
 
 
 @pytest.fixture(params=list(TEMPLATES))

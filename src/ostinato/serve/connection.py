@@ -4,7 +4,9 @@
                                                  disconnect is noticed
     answer sent before the body has arrived      our side is closed; the rest is dropped, not parsed
     chunk framing outweighs chunk data           400, then closed in the same way
-    malformed HTTP                               400, closed in the same way; counted, not logged
+    malformed HTTP                               400, 431 or 501, closed so; counted, not logged
+    another version than HTTP/1, two framings    505, 400, and closed
+    a target with a scheme and a host            the host is this one, whatever the Host header says
     client reads nothing of an answer            the connection is cut after `_SEND_SECONDS`
     answers while the server stops               carry `connection: close`
 
@@ -15,9 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -42,10 +47,11 @@ _CLOSE = (b"connection", b"close")
 
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with the limits above.  `stopping`: True while the server takes
-    no more requests.  `refused`: called for each request that is refused before it has a path."""
+    no more requests.  `refused`: called with the status for each request that is refused before it
+    has a path."""
 
     def __init__(
-        self, *, stopping: Callable[[], bool], refused: Callable[[], object], **options: Any
+        self, *, stopping: Callable[[], bool], refused: Callable[[int], object], **options: Any
     ) -> None:
         super().__init__(**options)
         self._inner, self.app = self.app, self._answer
@@ -65,6 +71,9 @@ class Connection(H11Protocol):
                 return
             size = len(left) if self._is_plain_body() else _SLICE
             piece, left = left[:size], left[size:]
+            if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+                # Some clients end a body with a line end more (RFC 9112, 2.2).
+                piece = memoryview(bytes(piece).lstrip(b"\r\n"))
             cycle = self.cycle
             held = len(cycle.body) if cycle is not None else 0
             super().data_received(piece)  # type: ignore[arg-type]
@@ -93,15 +102,17 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers 400 and closes the connection.  uvicorn calls this for malformed HTTP."""
+        """Answers 400 and closes the connection.  uvicorn calls this for malformed HTTP, while it
+        handles h11's error, which may have another status."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is None or self.cycle.response_complete:
-                self._refused()
-            body = json.dumps(ApiError(400, msg).body()).encode()
-            kind = (b"content-type", b"application/json")
-            size = (b"content-length", str(len(body)).encode())
+                self._refused(status)
+            headers, body = _answer_parts(ApiError(status, msg))
+            reason = HTTPStatus(status).phrase.encode()
             for event in (
-                h11.Response(status_code=400, headers=[kind, size, _CLOSE], reason=b"Bad Request"),
+                h11.Response(status_code=status, headers=headers, reason=reason),
                 h11.Data(data=body),
             ):
                 self.transport.write(self.conn.send(event))
@@ -124,7 +135,14 @@ class Connection(H11Protocol):
                 return
             await send(message)
 
-        await self._inner(scope, receive, sent)
+        unfit = _unfit(scope)
+        if unfit is None:
+            await self._inner(_with_own_target(scope), receive, sent)
+            return
+        self._refused(unfit.status)
+        headers, body = _answer_parts(unfit)
+        await sent({"type": "http.response.start", "status": unfit.status, "headers": headers})
+        await sent({"type": "http.response.body", "body": body})
 
     def _drop_the_rest(self) -> None:
         """Closes our side of the connection; the other is closed by the client or after a timeout.
@@ -171,3 +189,32 @@ class Connection(H11Protocol):
             self.transport.close()
         elif self.cycle is None or self.cycle.response_complete:
             super().shutdown()
+
+
+def _unfit(scope: Any) -> ApiError | None:
+    """Returns the error for a request whose version or framing is not safe to go by."""
+    if not scope["http_version"].startswith("1."):
+        return ApiError(505, "this server speaks HTTP/1.1 alone")
+    if {b"transfer-encoding", b"content-length"} <= {name for name, _ in scope["headers"]}:
+        # A proxy in front may go by the other one, and take the rest for another request.
+        return ApiError(400, "a request has transfer-encoding or content-length, not both")
+    return None
+
+
+def _with_own_target(scope: Any) -> Any:
+    """Returns the scope with a target that begins with "/".  A target with a scheme and a host, as
+    proxies get it, replaces the Host header (RFC 9112, 3.2.2)."""
+    target = scope["raw_path"]
+    if target[:7].lower() != b"http://":
+        return scope
+    host, _, path = target[7:].partition(b"/")
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    own = {"raw_path": b"/" + path, "path": "/" + unquote(path.decode("ascii"))}
+    return {**scope, **own, "headers": [(b"host", host), *headers]}
+
+
+def _answer_parts(error: ApiError) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Returns the headers and the body of the last answer on a connection."""
+    body = json.dumps(error.body()).encode()
+    sizes = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    return [*sizes, _CLOSE], body

@@ -112,7 +112,7 @@ class Server:
             http=partial(  # type: ignore[arg-type]  # uvicorn only calls it
                 Connection,
                 stopping=lambda: self.engine.stopping,
-                refused=lambda: self.metrics.request("", 400),
+                refused=partial(self.metrics.request, ""),
             ),
             log_config=None,
             log_level="error",  # warnings concern what clients do, which the metrics count

@@ -1,0 +1,119 @@
+"""Client libraries at the server, as their users use them: OpenAI's own is in the other files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Where this is missing there are tests of other things; `make test` installs it
+# (tests/test_packaging.py).
+pytest.importorskip("ostinato.serve.server")
+
+from tests.serve.serving import MODEL, SECONDS, Start, say
+
+CALL = '<tool_call>\n{"name": "warmth", "arguments": {"place": "Köln"}}\n</tool_call>'
+
+
+# ---------------------------------------------------------------------------------------- LangChain
+
+
+def warmth(place: str) -> str:
+    """Says how warm it is."""
+    return f"21 °C in {place}"
+
+
+@pytest.fixture
+def langchain(start: Start) -> Any:
+    """Makes LangChain's model of a server."""
+    module = pytest.importorskip("langchain_openai")
+
+    def made(name: str | None = "hermes", **options: Any) -> Any:
+        place = {"base_url": f"{start(name).url}/v1", "api_key": "none", "max_retries": 0}
+        return module.ChatOpenAI(model=MODEL, **place, **options)
+
+    return made
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_chats(
+    start: Start, langchain: Any, responses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, start("hermes"), "It is 21 °C.")
+    model = langchain(use_responses_api=responses, temperature=0.5, max_tokens=40)
+    messages = [("system", "Be brief."), ("human", "How warm is it?"), ("ai", "Where?")]
+    answer = model.invoke([*messages, ("human", "In Köln.")])
+    assert answer.text == "It is 21 °C."
+    assert answer.usage_metadata["output_tokens"] > 0
+    pieces = list(model.stream("How warm is it?"))
+    assert "".join(piece.text for piece in pieces) == "It is 21 °C." and len(pieces) > 1
+
+
+def test_langchain_calls_tools(
+    start: Start, langchain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, start("hermes"), f"Let me see.\n{CALL}", "It is 21 °C.")
+    model = langchain().bind_tools([warmth])
+    answer = model.invoke("How warm is it in Köln?")
+    (one,) = answer.tool_calls
+    assert (one["name"], one["args"]) == ("warmth", {"place": "Köln"})
+    assert answer.content == "Let me see."
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    result = {"role": "tool", "content": warmth(**one["args"]), "tool_call_id": one["id"]}
+    assert model.invoke([("human", "How warm?"), answer, result]).content == "It is 21 °C."
+    whole = sum(list(model.stream("How warm is it in Köln?"))[1:], next(model.stream("?")))
+    assert [each["args"] for each in whole.tool_calls] == [{"place": "Köln"}]
+
+
+def test_langchain_says_what_is_not_supported(langchain: Any) -> None:
+    openai = pytest.importorskip("openai")
+    for name, options in (("hermes", {"tool_choice": "any"}), (None, {})):
+        with pytest.raises(openai.BadRequestError, match="tool"):
+            langchain(name).bind_tools([warmth], **options).invoke("How warm is it?")
+
+
+# -------------------------------------------------------------------------------- the command llm
+
+
+@pytest.fixture
+def llm(start: Start, tmp_path: Path) -> Any:
+    """Runs the command `llm` with a server as its only model of its own."""
+    pytest.importorskip("llm")
+
+    def run(*arguments: str) -> str:
+        (tmp_path / "extra-openai-models.yaml").write_text(
+            f"- model_id: ours\n  model_name: {MODEL}\n  api_base: {start('hermes').url}/v1\n"
+            "  supports_tools: true\n"
+        )
+        environment = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+        done = subprocess.run(
+            [sys.executable, "-m", "llm", *arguments, "-m", "ours"],
+            env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            encoding="utf-8", timeout=SECONDS,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize("more", [(), ("--no-stream",), ("-s", "Be brief.", "-o", "seed", "5")])
+def test_llm_chats(
+    start: Start, llm: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, start("hermes"), "It is 21 °C.")
+    assert llm("How warm is it?", *more) == "It is 21 °C.\n"
+
+
+@pytest.mark.parametrize("more", [(), ("--no-stream",)])
+def test_llm_calls_tools(
+    start: Start, llm: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say(monkeypatch, start("hermes"), CALL, "It is 21 °C.")
+    source = "def warmth(place: str) -> str:\n    'How warm it is.'\n    return '21 in ' + place"
+    said = llm("How warm is it?", "--functions", source, "--td", *more)
+    assert "21 in Köln" in said and "It is 21 °C." in said
