@@ -487,6 +487,10 @@ def descriptors(pid: int) -> list[str]:
     return found
 
 
+def opened(pid: int, before: list[str]) -> list[str]:
+    return [*(Counter(descriptors(pid)) - Counter(before)).elements()]
+
+
 def statuses(healthy: Healthy) -> Counter[str]:
     """How many requests got which status, and answers failed, as the server counts them."""
     _, body, _ = healthy.ask("GET", "/metrics")
@@ -503,17 +507,18 @@ def one(
 ) -> dict[str, Any]:
     """Runs attacks three times; returns a row."""
     healthy = Healthy(address, text)
-    open_before, before, counts = descriptors(pid), statuses(healthy), Counter[str]()
+    status_before, counts = statuses(healthy), Counter[str]()
+    time.sleep(0.5)  # the server has then closed what was closed here
+    before = descriptors(pid)
     after: list[int] = []
     for _ in range(3):
         with healthy.at_work():
             counts += attacked(kinds, address, seconds)
         end = time.monotonic() + SETTLE_SECONDS
-        while len(descriptors(pid)) > len(open_before) and time.monotonic() < end:
+        while (left := opened(pid, before)) and time.monotonic() < end:
             time.sleep(0.1)
         after.append(resident(pid))
-    left = [*(Counter(descriptors(pid)) - Counter(open_before)).elements()]
-    answered = statuses(healthy) - before
+    answered = statuses(healthy) - status_before
     failed = answered["500"] - answered["failed"]
     broken = [
         *({*healthy.wrong}),

@@ -3,6 +3,7 @@ for them, and what is held for them has a bound."""
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -621,6 +622,30 @@ def test_small_requests_do_not_wait_for_large_ones(
         finally:
             free.set()
         assert [an_answer(raw).status for raw in raws] == [200] * 40
+
+
+def test_a_body_of_brackets_is_not_parsed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else runs meanwhile, so it has fewer than a parser takes a second for."""
+    read = app_module.parse_json
+    seen: list[int] = []
+    monkeypatch.setattr(app_module, "parse_json", lambda body: seen.append(len(body)) or read(body))
+    for text in (140_000 * "[5],", 70_000 * '{"a":[]},'):
+        data = f'{{"model": "{MODEL}", "prompt": [{text}[5]]}}'.encode()
+        reply = call(server, "POST", "/v1/completions", data)
+        assert reply.status == 400 and "131072 opening brackets" in reply.error["message"]
+    assert not seen
+    text = 100_000 * "[] {} "
+    asked = {**ASK, "messages": [{"role": "user", "content": text[: 1 << 17]}]}
+    assert call(server, "POST", CHAT, asked).error["code"] == "context_length_exceeded"
+    assert len(seen) == 1
+
+
+def test_the_garbage_collector_works_after_a_large_body(server: Server) -> None:
+    for sent in (large(1 << 17), head(f"{JSON}content-length: {1 << 17}\r\n") + bytes(1 << 17)):
+        with connect(server) as raw:
+            raw.sendall(sent)
+            assert an_answer(raw).status in (200, 400)
+        assert gc.isenabled()
 
 
 # -------------------------------------------------------------------------- before the first token

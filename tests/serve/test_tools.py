@@ -196,7 +196,9 @@ def test_a_stream_is_not_silent_while_a_call_comes(
 # ------------------------------------------------------------------- what the model is told
 
 
-def prompt_of(server: Server, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> str:
+def prompt_of(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str = CHAT, **fields: Any
+) -> str:
     """What the model reads for a request."""
     say(monkeypatch, server, "x")
     seen: list[Any] = []
@@ -206,7 +208,7 @@ def prompt_of(server: Server, monkeypatch: pytest.MonkeyPatch, **fields: Any) ->
         "submit",
         lambda jobs, listeners: seen.extend(jobs) or submit(jobs, listeners),
     )
-    reply = call(server, "POST", CHAT, {**ASK, **fields})
+    reply = call(server, "POST", path, {**ASK, **fields} if path == CHAT else fields)
     assert reply.status == 200, reply
     return server.engine.generator.tokenizer.decode(seen[0].tokens, skip_special=False)
 
@@ -250,6 +252,84 @@ def test_tools_that_are_not_to_be_called_are_not_told(
     assert (choice.message.content, choice.finish_reason) == (CALLS["hermes"], "stop")
     (choice,) = answered(server, tools=openai.omit).choices
     assert (choice.message.content, choice.message.tool_calls) == (CALLS["hermes"], None)
+
+
+# ---------------------------------------------------------------------------- the response endpoint
+
+FLAT = {"type": "function", **WARMTH, "strict": False}
+RESPONSE: dict[str, Any] = {"model": MODEL, "input": "How warm?", "tools": [FLAT]}
+
+
+def test_calls_in_responses(start: Start, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(name)
+    say(monkeypatch, server, CALLS[name], "It is 21 °C.")
+    found = client(server).responses.create(**RESPONSE)
+    (one,) = found.output
+    assert (one.type, one.name, one.arguments) == ("function_call", "warmth", ARGUMENTS)
+    assert (found.status, found.output_text) == ("completed", "")
+    assert (found.tools[0].name, found.tool_choice, found.parallel_tool_calls) == (
+        *("warmth", "auto"),
+        True,
+    )
+    result = {"type": "function_call_output", "call_id": one.call_id, "output": "21 °C"}
+    items = [{"role": "user", "content": "How warm?"}, one.model_dump(), result]
+    assert client(server).responses.create(**{**RESPONSE, "input": items}).output_text == (
+        "It is 21 °C."
+    )
+
+
+def test_a_stream_of_a_response_with_calls_is_the_whole_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("hermes")
+    say(monkeypatch, server, f"So: {CALLS['hermes']}{CALLS['hermes']} and so on")
+    whole = client(server).responses.create(**RESPONSE)
+    kinds = [item.type for item in whole.output]
+    assert kinds == ["message", "function_call", "function_call", "message"]
+    assert whole.output_text == "So:and so on"
+    with client(server).responses.stream(**RESPONSE) as stream:
+        events = list(stream)
+        last = stream.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    for theirs, ours in zip(whole.output, last.output, strict=True):
+        left = {"id", "call_id", "parsed_arguments"}
+        assert theirs.model_dump(exclude=left)["type"] == ours.model_dump(exclude=left)["type"]
+    assert last.output_text == whole.output_text
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in added] == [0, 1, 2, 3]
+    assert [event.item.id for event in added] == [event.item.id for event in done]
+    assert len({event.item.id for event in added}) == 4
+    arguments = [one for one in events if one.type == "response.function_call_arguments.done"]
+    assert [one.arguments for one in arguments] == [ARGUMENTS] * 2
+
+
+def test_items_go_to_the_template_as_messages(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start("hermes")
+    called = {"id": "a", "type": "function", "function": {"name": "warmth", "arguments": "{}"}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": "So:", "tool_calls": [called, {**called, "id": "b"}]},
+        {"role": "tool", "tool_call_id": "a", "content": "21"},
+        {"role": "tool", "tool_call_id": "b", "content": "22"},
+    ]
+    call_item = {"type": "function_call", "name": "warmth", "arguments": "{}", "id": "fc_1"}
+    parts = [{"type": "input_text", "text": "22"}]
+    items = [
+        USER,
+        {"type": "message", "role": "assistant", "content": "So:"},
+        {**call_item, "call_id": "a"},
+        {**call_item, "call_id": "b"},
+        {"type": "function_call_output", "call_id": "a", "output": "21"},
+        {"type": "function_call_output", "call_id": "b", "output": parts},
+    ]
+    wanted = prompt_of(server, monkeypatch, messages=messages)
+    asked = {**RESPONSE, "input": items}
+    assert prompt_of(server, monkeypatch, "/v1/responses", **asked) == wanted
+    plain = prompt_of(server, monkeypatch, "/v1/responses", **{**asked, "tool_choice": "none"})
+    assert plain == prompt_of(server, monkeypatch, messages=messages, tools=None)
 
 
 # ------------------------------------------------------------------------------- what is refused

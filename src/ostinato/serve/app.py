@@ -65,6 +65,9 @@ _SMALL_BODY = 64 << 10
 """Largest body, in bytes, that is parsed on the event loop's thread: a millisecond's work.  Larger
 ones are parsed on another thread, one at a time, so streams and small requests do not wait for
 them."""
+_MOST_BRACKETS = 1 << 17
+"""Opening brackets that a body of 4 MiB may have, in text too; larger bodies in proportion.  A
+million arrays would keep Python's parser, and all threads, busy for some tenths of a second."""
 _REST = 4.0
 """Time between the parsing of two large bodies, in units of the first one's: Python's parser keeps
 all other threads waiting."""
@@ -184,6 +187,9 @@ class Service:
     def _read_large(self, body: bytes, kind: Kind) -> CompletionRequest:
         """Reads a request without the garbage collector, which would visit all its values again and
         again, and is ten times as slow as the parser."""
+        most = max(_MOST_BRACKETS, len(body) // 32)
+        if body.count(b"[") + body.count(b"{") > most:
+            raise ApiError(400, f"the body has more than {most} opening brackets")
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -767,27 +773,41 @@ class _Responding(_Answering):
     """The response of the endpoint of that name, which has one answer and events of its own."""
 
     @cached_property
+    def _pieces(self) -> list[str | ToolCall]:
+        """Texts and calls that are not written yet."""
+        return []
+
+    @cached_property
     def _writer(self) -> ResponseWriter:
         return ResponseWriter(self._wanted, self._head)
 
+    async def _take(
+        self, seconds: float | None = None
+    ) -> dict[int, tuple[list[str | ToolCall], End | None]]:
+        new = await super()._take(seconds)
+        self._pieces += [piece for pieces, _ in new.values() for piece in pieces]
+        return new
+
     def _found(self) -> dict[str, Any]:
-        (answer,) = self._answers
-        return self._writer.answer(answer.text, answer.end or End.STOP, self._usage())
+        return self._writer.answer(self._pieces, self._answers[0].end or End.STOP, self._usage())
 
     async def _stream(self, send: Send) -> None:
         writer = self._writer
         await self._start(send, 200, _EVENT_STREAM)
         await self._send(send, writer.begin().encode(), more=True)
+        sent = time.monotonic()
         try:
             while self._open:
                 new = await self._take(_COMMENT_SECONDS)
-                texts = (str(text) for pieces, _ in new.values() for text in pieces)
-                events = "".join(map(writer.more, texts))
-                if events or not new:
-                    await self._send(send, (events or ": waiting\n\n").encode(), more=True)
-            (answer,) = self._answers
-            events = writer.end(answer.text, answer.end or End.STOP, self._usage())
+                events = "".join(map(writer.more, self._pieces))
+                self._pieces.clear()
+                if not events and (not new or time.monotonic() - sent >= _COMMENT_SECONDS):
+                    events = ": waiting\n\n"
+                if events:
+                    await self._send(send, events.encode(), more=True)
+                    sent = time.monotonic()
+            events = writer.end(self._answers[0].end or End.STOP, self._usage())
         except ApiError as error:
             self._status = error.status
-            events = writer.fail(self._answers[0].text, error)
+            events = writer.fail(error)
         await self._send(send, events.encode(), more=False)

@@ -102,13 +102,10 @@ _NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
     "include": ([], ["reasoning.encrypted_content"]),  # no answer has reasoning items
     "max_tool_calls": (),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prompt": (),
     "prompt_cache_options": (),
     "reasoning": ({},),
     "text": ({}, {"format": {"type": "text"}}),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -307,14 +304,9 @@ def _take_chat(fields: _Fields) -> _Taken:
             param="add_generation_prompt",
         )
     most = fields.take("max_completion_tokens", _most, fields.take("max_tokens", _most, None))
-    nothing: tuple[dict[str, Any], ...] = ()
-    tools = fields.take("tools", _tools, nothing)
-    if fields.take("tool_choice", _tool_choice, "auto") == "none":
-        tools = ()
-    if tools and continues:
+    chat = _take_tools(fields, Chat(messages, _take_template_args(fields), continues))
+    if chat.tools and continues:
         raise ApiError(400, "tools cannot be used with continue_final_message", param="tools")
-    one_call = not fields.take("parallel_tool_calls", _flag, True)
-    chat = Chat(messages, _take_template_args(fields), continues, tools, one_call)
     return (chat,), most, {}
 
 
@@ -340,7 +332,21 @@ def _take_response(fields: _Fields) -> _Taken:
         "max_output_tokens": most,
         "metadata": fields.take("metadata", _metadata, nothing),
     }
-    return (Chat(messages, _take_template_args(fields)),), most, repeated
+    chat = _take_tools(fields, Chat(messages, _take_template_args(fields)), repeated)
+    return (chat,), most, repeated
+
+
+def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None = None) -> Chat:
+    """Returns the chat with the tools of a request.  `repeated`: gets the fields that a response
+    repeats, and means that the functions have the form of that endpoint."""
+    nothing: tuple[dict[str, Any], ...] = ()
+    tools = fields.take("tools", _tools if repeated is None else _flat_tools, nothing)
+    choice = fields.take("tool_choice", _tool_choice, "auto")
+    several = fields.take("parallel_tool_calls", _flag, True)
+    if repeated is not None:
+        flat = [{"type": "function", "strict": False, **one["function"]} for one in tools]
+        repeated |= {"tools": flat, "tool_choice": choice, "parallel_tool_calls": several}
+    return replace(chat, tools=() if choice == "none" else tools, one_call=not several)
 
 
 def _take_template_args(fields: _Fields) -> Mapping[str, object]:
@@ -517,6 +523,20 @@ def _tools(value: object) -> tuple[dict[str, Any], ...]:
     return tools
 
 
+def _flat_tools(value: object) -> tuple[dict[str, Any], ...]:
+    """Returns functions from the response endpoint, which has all their fields side by side."""
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of {_MOST_TOOLS} functions at most")
+    return _tools([_nested(one) for one in value])
+
+
+def _nested(given: object) -> object:
+    if not isinstance(given, dict):
+        return given
+    function = {name: one for name, one in given.items() if name != "type"}
+    return {"type": given.get("type"), "function": function}
+
+
 def _tool(given: object, index: int) -> dict[str, Any]:
     """Returns a function as chat templates take it."""
     function = _function(given, ("type", "function"))
@@ -584,22 +604,52 @@ def _template_args(value: object) -> Mapping[str, object]:
     return value
 
 
-def _items(value: object) -> tuple[dict[str, str], ...]:
+def _items(value: object) -> tuple[dict[str, Any], ...]:
     """Returns messages from the input of the response endpoint: a text, or a list of items."""
     if isinstance(value, str):
         return ({"role": "user", "content": _said(value)},)
     if not isinstance(value, list) or not value:
         raise ValueError("must be text, or a list of messages, one at the least")
-    return tuple(_item(one, index) for index, one in enumerate(value))
+    messages: list[dict[str, Any]] = []
+    for index, given in enumerate(value):
+        if isinstance(given, dict) and given.get("type") == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            messages[-1].setdefault("tool_calls", []).append(_call_item(given, index))
+        else:
+            messages.append(_item(given, index))
+    return tuple(messages)
 
 
-def _item(given: object, index: int) -> dict[str, str]:
+def _call_item(given: dict[str, Any], index: int) -> dict[str, Any]:
+    named = {name for name, one in given.items() if one is not None}
+    if named - {*_IGNORED_IN_ITEMS, "call_id", "name", "arguments"}:
+        raise ValueError(f"[{index}]: a call has a call_id, a name and arguments, no more")
+    function = {"name": given.get("name"), "arguments": given.get("arguments")}
+    try:
+        return _tool_call({"id": given.get("call_id"), "type": "function", "function": function})
+    except ValueError as error:
+        raise ValueError(f"[{index}]: {error}") from None
+
+
+def _item(given: object, index: int) -> dict[str, Any]:
+    roles = tuple(_ROLES)
     if isinstance(given, dict):
         kind = given.get("type")
-        if kind not in (None, "message"):
-            raise ValueError(f"[{index}]: items of the type message alone are supported")
         given = {name: one for name, one in given.items() if name not in _IGNORED_IN_ITEMS}
-    return _message(given, index, tuple(_ROLES), ("input_text", "output_text"))
+        if kind == "function_call_output":
+            for name in ("call_id", "output"):
+                if name not in given:
+                    raise ValueError(f"[{index}]: {name} is missing")
+            renamed = {"call_id": "tool_call_id", "output": "content"}
+            given = {renamed.get(name, name): one for name, one in given.items()}
+            given, roles = {**given, "role": "tool"}, ("tool",)
+        elif kind not in (None, "message"):
+            raise ValueError(
+                f"[{index}]: items of the types message, function_call and function_call_output "
+                "alone are supported"
+            )
+    return _message(given, index, roles, ("input_text", "output_text"))
 
 
 def _metadata(value: object) -> Mapping[str, str]:
