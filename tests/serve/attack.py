@@ -20,8 +20,10 @@ Prints a table, and one line of JSON at the end.
 from __future__ import annotations
 
 import argparse
+import functools
 import http.client
 import json
+import multiprocessing
 import random
 import re
 import resource
@@ -33,7 +35,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -184,8 +187,8 @@ def one_byte_chunks(attack: Attack) -> None:
         attack.counts["connections"] += 1
 
 
-def huge_json(attack: Attack) -> None:
-    """Bodies up to the limit, of text, of numbers, and of names, and beyond it."""
+@functools.cache
+def huge_bodies() -> list[bytes]:
     size = 4_000_000
     kinds = [
         chat(messages=[{"role": "user", "content": size * "x"}]),
@@ -195,9 +198,13 @@ def huge_json(attack: Attack) -> None:
         chat(**{f"f{number}": None for number in range(size // 16)}),
         chat(metadata={"a": 2 * size * "x"}),
     ]
-    bodies = [request(kind, COMPLETION if "prompt" in kind else CHAT) for kind in kinds]
+    return [request(kind, COMPLETION if "prompt" in kind else CHAT) for kind in kinds]
+
+
+def huge_json(attack: Attack) -> None:
+    """Bodies up to the limit, of text, of numbers, and of names, and beyond it."""
     while attack.on:
-        attack.send(attack.random.choice(bodies), ends=False)
+        attack.send(attack.random.choice(huge_bodies()), ends=False)
 
 
 def deep_json(attack: Attack) -> None:
@@ -360,8 +367,10 @@ KINDS = (
 )
 
 
-def attacked(kinds: tuple[Kind, ...], address: Address, seconds: float) -> Counter[str]:
+def attacked(names: Sequence[str], address: Address, seconds: float) -> Counter[str]:
     """Makes attacks, all at once, and returns what came of them."""
+    kinds = [kind for kind in KINDS if kind.name in names]
+    huge_bodies()  # makes them, for seconds
     end = time.monotonic() + seconds
     attacks = [
         (kind, Attack(address, end, random=random.Random(number)))
@@ -503,7 +512,12 @@ def statuses(healthy: Healthy) -> Counter[str]:
 
 
 def one(
-    kinds: tuple[Kind, ...], name: str, address: Address, pid: int, text: str, seconds: float
+    names: Sequence[str],
+    address: Address,
+    pid: int,
+    text: str,
+    seconds: float,
+    attacker: ProcessPoolExecutor,
 ) -> dict[str, Any]:
     """Runs attacks three times; returns a row."""
     healthy = Healthy(address, text)
@@ -513,7 +527,7 @@ def one(
     after: list[int] = []
     for _ in range(3):
         with healthy.at_work():
-            counts += attacked(kinds, address, seconds)
+            counts += attacker.submit(attacked, names, address, seconds).result()
         end = time.monotonic() + SETTLE_SECONDS
         while (left := opened(pid, before)) and time.monotonic() < end:
             time.sleep(0.1)
@@ -529,7 +543,7 @@ def one(
         *["no healthy answer"] * (not healthy.answers),
     ]
     return {
-        "attack": name,
+        "attack": names[0] if len(names) == 1 else "all at once",
         "healthy_answers": healthy.answers,
         "slowest_answer_ms": round(1000 * healthy.slowest),
         "slowest_health_ms": round(1000 * healthy.slowest_health),
@@ -549,17 +563,22 @@ def main() -> int:
     chosen = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 1 << 14), most))  # the server's too
-    rounds = [((kind,), kind.name) for kind in KINDS if chosen.only in (None, kind.name)]
-    if chosen.only is None:
-        rounds.append((KINDS, "all at once"))
+    every = [kind.name for kind in KINDS]
+    rounds = [[chosen.only]] if chosen.only else [*([name] for name in every), every]
     rows = []
-    with tempfile.TemporaryDirectory() as folder, server(Path(folder)) as (address, pid):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(Path(folder)) as (address, pid),
+        # A process of its own, so that making bodies does not keep the healthy client waiting.
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker,
+    ):
         text, _ = Healthy(address).answer()
-        for kinds, name in rounds:
-            row = one(kinds, name, address, pid, text, chosen.seconds)
+        attacker.submit(attacked, [], address, 0.0).result()
+        for names in rounds:
+            row = one(names, address, pid, text, chosen.seconds, attacker)
             rows.append(row)
             print(
-                f"{name:18} {row['healthy_answers']:4} healthy, slowest "
+                f"{row['attack']:18} {row['healthy_answers']:4} healthy, slowest "
                 f"{row['slowest_answer_ms']:4} ms, /health {row['slowest_health_ms']:4} ms, memory "
                 f"{row['memory_grew_kb']:+6} kB  {row['statuses']} {row['sent']}"
             )
