@@ -16,6 +16,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -138,6 +139,8 @@ class Service:
     def __post_init__(self) -> None:
         self._large = _Room(max(_LARGE_BYTES, self.limits.body_bytes), self.engine.most)
         self._one_large = asyncio.Lock()
+        # One thread, as each one keeps the memory of its largest body.
+        self._large_reader = ThreadPoolExecutor(1, "large bodies")
 
     # --- routes that generate
     async def answer(self, kind: Kind, request: Request) -> Response:
@@ -158,13 +161,14 @@ class Service:
             body = await self._body(request, held)
             if len(body) > _SMALL_BODY:
                 await self._one_large.acquire()
-                began = time.monotonic()
+                loop, began = asyncio.get_running_loop(), time.monotonic()
                 try:
-                    wanted = await asyncio.to_thread(self._read_large, body, kind)
+                    wanted = await loop.run_in_executor(
+                        self._large_reader, self._read_large, body, kind
+                    )
                 finally:
                     rest = _REST * (time.monotonic() - began)
-                    later = asyncio.get_running_loop().call_later
-                    held.callback(later, rest, self._one_large.release)
+                    held.callback(loop.call_later, rest, self._one_large.release)
             else:
                 wanted = read_request(parse_json(body), kind, self.sampling)
             if wanted.model != self.model:
