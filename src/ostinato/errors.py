@@ -45,7 +45,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = [
     "CaptureBrokenError",
@@ -369,11 +369,62 @@ class OutOfMemoryError(DriverError, MemoryError):
 
 
 class NotReadyError(DriverError):
-    """The work was not finished when it was queried; not a failure."""
+    """The work was not finished when it was queried, or at a wait's deadline; not a failure.
+
+    `unfinished`: the nodes that had not finished at the deadline, in words, if a black box was
+    armed; else how to arm one.
+    """
+
+    unfinished: str = ""
+
+    def __str__(self) -> str:
+        more = f"\n{self.unfinished}" if self.unfinished else ""
+        return super().__str__() + more
+
+
+class Witness(Protocol):
+    """An armed black box (`explain.black_box`): it knows how far each watched replay came."""
+
+    def fault(self) -> object | None:
+        """Returns the report on the context that failed; None if no watched one has."""
+
+    def unfinished(self) -> str:
+        """Describes the nodes of watched replays under way that have not finished."""
+
+
+_witness: Witness | None = None
+_ARM = (
+    "To see the node of a replay, run the program again with OSTINATO_BLACK_BOX=1, or inside of "
+    "`with ost.black_box():`."
+)
+
+
+def call_as_witness(witness: Witness | None) -> None:
+    """Asks this object about faults and hangs from here on; None: nobody."""
+    global _witness
+    _witness = witness
+
+
+def unfinished_work() -> str:
+    """Describes the nodes that have not finished, or says how to have them known."""
+    return _ARM if _witness is None else _witness.unfinished()
 
 
 class ContextPoisonedError(DriverError):
-    """A kernel failed: every later call on this context fails.  Not raised for a failed capture."""
+    """A kernel failed: every later call on this context fails.  Not raised for a failed capture.
+
+    `report`: what an armed black box knows of the fault (`explain.BlackBoxReport`), or None.
+    """
+
+    def __init__(
+        self, status: int, call: str, detail: str = "", *, node: int | None = None
+    ) -> None:
+        super().__init__(status, call, detail, node=node)
+        self.report = None if _witness is None else _witness.fault()
+
+    def __str__(self) -> str:
+        more = f" {_ARM}" if self.report is None else f"\n{self.report}"
+        return super().__str__() + more
 
 
 class StreamCaptureError(DriverError):

@@ -19,6 +19,7 @@ __all__ = [
     "ReplaySettings",
     "ResolvedReplaySettings",
     "Variable",
+    "black_box_every",
     "blocking_captures",
     "cache_dir",
     "collectives_way",
@@ -58,6 +59,12 @@ def _switch(text: str | None) -> bool:
     if word not in _ON + _OFF:
         raise ValueError("1, true, yes or on is needed, or 0, false, no or off")
     return word in _ON
+
+
+def _every(text: str | None) -> int:
+    """0 if off, 1 if on; a larger number is itself."""
+    word = (text or "").strip()
+    return int(word) if word.isdecimal() else int(_switch(text))
 
 
 def _text_or_none(text: str | None) -> str | None:
@@ -145,6 +152,12 @@ BLOCKING_CAPTURES = Variable(
     _switch,
 )
 
+BLACK_BOX = Variable(
+    "OSTINATO_BLACK_BOX",
+    "on: the error of a replay that failed names the node; n: marks after every n-th node only",
+    _every,
+)
+
 ALL: tuple[Variable[object], ...] = (
     DEVICE,
     CACHE_DIR,
@@ -156,6 +169,7 @@ ALL: tuple[Variable[object], ...] = (
     SKIP_SYNC,
     COLLECT_MODULES,
     BLOCKING_CAPTURES,
+    BLACK_BOX,
     GROUP,
     GROUP_DEADLINE,
     COLLECTIVES,
@@ -239,6 +253,11 @@ def graphs_enabled(given: bool | None = None, environ: Mapping[str, str] | None 
 def blocking_captures() -> bool:
     """Returns the default for whether a new stream waits for the legacy default stream."""
     return BLOCKING_CAPTURES.read()
+
+
+def black_box_every() -> int:
+    """Returns after how many nodes a watched replay leaves a mark; 0 if replays are not watched."""
+    return BLACK_BOX.read()
 
 
 def group_deadline() -> float:

@@ -115,6 +115,10 @@ class Tap:
         """Called when the driver refused a call on this stream, or (None) one without a stream."""
 
 
+contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+"""Every context of this process."""
+
+
 def members(objects: weakref.WeakSet[T]) -> tuple[T, ...]:
     """Returns the members of a set that other threads and finalisers may change meanwhile.
 
@@ -261,6 +265,7 @@ class Context:
         driver.on_host_failure(listener)
         switch_off_in_children(self)
         said_at_exit(self)
+        contexts.add(self)
 
     def after_fork(self) -> None:
         """Makes every later call in a forked child raise before it reaches the driver."""

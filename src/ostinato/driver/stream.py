@@ -34,7 +34,7 @@ from ostinato.driver.closeable import Closeable, elsewhere
 from ostinato.driver.context import CallKind, Context
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.signature import Signature
-from ostinato.driver.waiting import wait_in_thread
+from ostinato.driver.waiting import wait_in_thread, wait_until
 from ostinato.errors import (
     ClosedError,
     DriverError,
@@ -173,10 +173,16 @@ class Event(Closeable):
         with self.context.reporting():
             return self.context.driver.event_query(self._awaited())
 
-    def synchronize(self) -> None:
-        """Waits for the work before its last record.  Raises as `done()`."""
+    def synchronize(self, *, deadline: float | None = None) -> None:
+        """Waits for the work before its last record.  Raises as `done()`.
+
+        `deadline`, in seconds: as for `Stream.synchronize`.
+        """
         with self.context.reporting():
-            self.context.driver.event_synchronize(self._awaited())
+            handle, driver = self._awaited(), self.context.driver
+            if deadline is not None:
+                wait_until(lambda: driver.event_query(handle), deadline, "event_synchronize")
+            driver.event_synchronize(handle)
         if self.context.failures:
             self.context.raise_failures()
 
@@ -469,10 +475,24 @@ class Stream(Closeable):
         for tap in self.context.taps:
             tap.waited(self, event)
 
-    def synchronize(self) -> None:
+    def synchronize(self, *, deadline: float | None = None) -> None:
         """Waits for all work of the stream.  Raises DriverError (status 900) while it captures, and
-        HostFunctionError if a host function has raised."""
-        self.guarded("synchronize", self.context.driver.stream_synchronize, CallKind.ONCE)
+        HostFunctionError if a host function has raised.
+
+        `deadline`: after so many seconds NotReadyError is raised, with the nodes that have not
+        finished if a black box is armed (`ost.black_box`).  The work goes on, and can be waited for
+        again: nothing is ended, and a kernel that never ends holds the device until the process
+        ends.
+        """
+        driver = self.context.driver
+
+        def wait(handle: StreamHandle) -> None:
+            if deadline is not None:
+                wait_until(lambda: driver.stream_query(handle), deadline, "stream_synchronize")
+            driver.stream_synchronize(handle)
+
+        call = driver.stream_synchronize if deadline is None else wait
+        self.guarded("synchronize", call, CallKind.ONCE)
         self.context.collect()
 
     async def wait_async(self) -> None:

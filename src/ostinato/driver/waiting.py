@@ -1,9 +1,12 @@
-"""Waits for the device in asyncio: a thread waits while the event loop goes on."""
+"""Waits for the device in asyncio, where a thread waits, and waits up to a deadline."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+
+from ostinato.errors import InputError, NotReadyError, Status, unfinished_work
 
 
 async def wait_in_thread(wait: Callable[[], None]) -> None:
@@ -28,3 +31,20 @@ async def wait_in_thread(wait: Callable[[], None]) -> None:
 
     threading.Thread(target=work, name="ostinato wait_async", daemon=True).start()
     await asyncio.wrap_future(done)
+
+
+def wait_until(done: Callable[[], bool], deadline: float, call: str) -> None:
+    """Waits until `done()`, and for `deadline` seconds at most; then raises NotReadyError with the
+    nodes that have not finished, as far as a black box knows.  Raises InputError for a deadline
+    that is no number of seconds, or below 0."""
+    if not (isinstance(deadline, int | float) and deadline >= 0):
+        raise InputError(f"deadline={deadline!r}: seconds are needed, 0 or more")
+    end, pause = time.monotonic() + deadline, 20e-6
+    while not done():
+        left = end - time.monotonic()
+        if left <= 0:
+            error = NotReadyError(Status.NOT_READY, call, f"{deadline:g} s are over")
+            error.unfinished = unfinished_work()
+            raise error
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 1e-3)

@@ -79,6 +79,11 @@ _EXACT = (str, int)
 """The types of the names of arguments."""
 
 
+in_place: Callable[[GraphExec, Stream], GraphExec] | None = None
+"""Set while a black box is armed (`explain.black_box`): returns the executable to launch in the
+place of one, or this one.  Every launch then takes the slow path."""
+
+
 class _Nothing:
     """Stands for a parameter that was not given."""
 
@@ -215,6 +220,7 @@ class GraphExec(Launcher, Closeable):
     def __init__(self, graph: Graph, release: _Release) -> None:
         self.graph = graph
         self.context = graph.context
+        self.flags = InstantiateFlags.NONE
         self._handle = release.handle
         self._closed = False
         self._lock = new_lock()
@@ -274,6 +280,7 @@ class GraphExec(Launcher, Closeable):
         release = _Release(context, handle)
         try:
             executable = cls(graph, release)
+            executable.flags = flags
             executable._shadow.check_loops()
         except Exception:
             release.retire({})
@@ -297,6 +304,11 @@ class GraphExec(Launcher, Closeable):
         if self._closed:
             raise ClosedError("the executable graph is closed; instantiate it again")
         return self._handle
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams on which it was launched, or prepared for a launch."""
+        return tuple(self._prepared)
 
     def usable(self) -> bool:
         """True if it can be launched: it is open, it has no half-done change, and no memory at
@@ -420,6 +432,9 @@ class GraphExec(Launcher, Closeable):
             before(stream)
             self._launch_checked(stream)
             return
+        if in_place is not None and not self.context.taps:
+            self._launch_checked(stream)
+            return
         if not self.context.taps:
             stays = False
             try:
@@ -427,7 +442,7 @@ class GraphExec(Launcher, Closeable):
                 self.context.keep_hot(self)
                 self._heat(stream, call)
                 # Checked afterwards: a tap or a close in between has cooled it, or is found here.
-                open_ = not (
+                open_ = in_place is None and not (
                     self._closed or self._shadow.unusable or self._given_back or stream.closed
                 )
                 stays = self.context.keep_hot(self) and open_
@@ -457,7 +472,12 @@ class GraphExec(Launcher, Closeable):
         stream.announce(Operation(child, "graph", keep=(self.graph, *self.graph.kept)))
 
     def _launch_checked(self, stream: Stream) -> None:
-        self.context.driver.exec_launch(self.handle, stream.handle)
+        run, other = self, in_place
+        if other is not None:
+            run = other(self, stream)
+            if run is not self:
+                run._prepare(stream)  # it is not destroyed before its work on the stream is done
+        self.context.driver.exec_launch(run.handle, stream.handle)
 
     def upload(self, stream: Stream) -> None:
         """Puts the executable on the device before its first launch, in stream order.
@@ -665,6 +685,11 @@ class GraphExec(Launcher, Closeable):
         """Returns True if it may differ from its graph: one of both was changed since."""
         return self._toggled or self._shadow.changed() or self._shadow.grown()
 
+    def revision(self) -> int:
+        """Returns a number that is another one after each change of the nodes."""
+        with self._lock:
+            return self._shadow.revision()
+
     def patcher(self, node: Node | int, argument: int | str) -> Patcher:
         """Prepares `set` of one argument: a call of the result with a value sets the argument.
 
@@ -787,6 +812,7 @@ class GraphExec(Launcher, Closeable):
                 self.context.driver.exec_set_enabled(self.handle, found.handle, enabled)
             except DriverError as error:
                 raise refused(found, error) from error
+            self._shadow.switched()
 
     def flat_nodes(self) -> tuple[FlatNode, ...]:
         """Returns the nodes of the next launch, child graphs taken apart, each after those that it

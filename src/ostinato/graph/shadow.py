@@ -171,6 +171,7 @@ class Shadow:
         self._read: Nodes | None = None
         """The nodes as instantiated, or last updated; read from their first use on."""
         self._now = Now()
+        self._changes = 0
         self._live: dict[NodeHandle, Live] = {}
         self._dirty: dict[NodeHandle, Live] = {}
         """The `Live` objects with changes that `_now` does not have."""
@@ -181,6 +182,15 @@ class Shadow:
     def changed(self) -> bool:
         """True if anything was set since the definition was read."""
         return bool(self._dirty or self._now.settings) or self._now.updated is not None
+
+    def revision(self) -> int:
+        """Returns a number that is another one after each change."""
+        self._folded()
+        return self._changes
+
+    def switched(self) -> None:
+        """Notes that a node was switched on or off."""
+        self._changes += 1
 
     def __len__(self) -> int:
         """Returns the number of nodes, without those inside others."""
@@ -278,6 +288,7 @@ class Shadow:
         made = {handle: self._dirty[handle].setting() for handle in chosen}
         if made:
             self._now = replace(self._now, settings={**self._now.settings, **made})
+            self._changes += 1
             for folded in made:
                 self._dirty.pop(folded).dirty = False
         return self._now
@@ -595,6 +606,7 @@ class Shadow:
         """Stores a record that the driver accepted.  Returns the owners of memory before it, which
         may not be pointed at any more."""
         before = self._now
+        self._changes += 1
         if now.updated is not before.updated:
             # Decoded only when a single node is used.
             old: list[object] = [] if before.updated is None else [before.updated[0]]
