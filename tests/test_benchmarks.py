@@ -19,6 +19,7 @@ import pytest
 
 import ostinato as ost
 from benchmarks import (
+    black_box,
     change_cost,
     cold_start,
     commits,
@@ -75,7 +76,7 @@ def last_line(text: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     "benchmark",
     [
-        *(replay_cost, launch_cost, change_cost, soak, join, weights, node_times),
+        *(replay_cost, launch_cost, change_cost, black_box, soak, join, weights, node_times),
         pytest.param(streams, marks=pytest.mark.slow),
     ],
     ids=lambda b: b.__name__,

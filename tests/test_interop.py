@@ -107,6 +107,28 @@ def test_tensors_of_more_than_a_number_are_no_generator(interop: types.ModuleTyp
     assert not found(interop, struct.pack("<QQQB7x", 4096, 4616, 8, 1)), "inside a block"
 
 
+def test_blocks_that_torch_took_back_are_freed(
+    interop: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def segment(address: int, pool: tuple[int, int], device: int = 0) -> dict[str, object]:
+        blocks = [
+            {"size": 512, "state": "active_allocated"},
+            {"size": 1024, "state": "inactive"},
+        ]
+        return {"address": address, "device": device, "segment_pool_id": pool, "blocks": blocks}
+
+    segments = [segment(4096, (0, 0)), segment(8192, (0, 1)), segment(1 << 20, (0, 0), device=1)]
+    monkeypatch.setattr(interop.torch.cuda, "memory_snapshot", lambda: segments)
+    gpu = types.SimpleNamespace(driver=types.SimpleNamespace(name="cuda:0"))
+    known = {m.range.address: (m.range.nbytes, m.live) for m in interop.known_memory(gpu)}
+    assert known == {
+        4096: (512, True),
+        4608: (1024, False),
+        8192: (512, True),
+        8704: (1024, True),  # the graph uses what its capture gave back
+    }
+
+
 def test_cupy_without_a_gpu_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decorator does not break a module's import on a machine without a GPU."""
 

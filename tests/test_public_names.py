@@ -100,7 +100,8 @@ FACE = """
 Buffer Capture CaptureLimits CapturePool Device DeviceArray DeviceScalar
 Event ExplicitBuckets Graph GraphCache GraphExec GraphStore GraphedStep HostKernel Kernel
 LaunchConfig MemoryRange Node NodeKind Operation OstinatoError PowersOfTwo Sizes Slot Source
-Stream capture capture_function compile copy fill first_difference host_kernel kernel launch lift
+Stream black_box capture capture_function compile copy fill first_difference host_kernel kernel
+launch lift
 open_device prepare record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """

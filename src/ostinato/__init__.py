@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ostinato.driver.stream import Stream as Stream
     from ostinato.errors import OstinatoError as OstinatoError
     from ostinato.explain import first_difference as first_difference
+    from ostinato.explain.black_box import black_box as black_box
     from ostinato.graph import Capture as Capture
     from ostinato.graph import Graph as Graph
     from ostinato.graph import GraphExec as GraphExec
@@ -97,6 +98,7 @@ _HOMES = {
     "Slot": "step",
     "Source": "modules",
     "Stream": "driver.stream",
+    "black_box": "explain.black_box",
     "capture": "graph",
     "capture_function": "graph",
     "compile": "modules.offline",
@@ -125,6 +127,10 @@ if not TYPE_CHECKING:  # so that a type checker sees misspelt names
         if home is None:
             raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"ostinato.{home}"), name)
+        if name == "open_device":
+            from ostinato.explain.black_box import watch_process
+
+            watch_process()
         globals()[name] = value
         return value
 

@@ -35,6 +35,7 @@ def test_version_and_help() -> None:
         "inspect",
         "bench",
         "doctor",
+        "autopsy",
         "tune",
         "model",
         "cache",

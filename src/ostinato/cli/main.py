@@ -10,6 +10,7 @@ import typer
 
 from ostinato import __version__
 from ostinato.cli.arguments import as_typed
+from ostinato.cli.autopsy import autopsy
 from ostinato.cli.bench import bench
 from ostinato.cli.cache import app as cache_app
 from ostinato.cli.chat import chat
@@ -34,7 +35,7 @@ app = typer.Typer(
     epilog="Exit status: 0 done; 1 failed; 2 for a bad option, argument or setting; 128 + n if "
     "signal n ended it.",
 )
-for _command in (generate, chat, serve, inspect, bench, doctor, tune):
+for _command in (generate, chat, serve, inspect, bench, doctor, autopsy, tune):
     app.command()(_command)
 app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")

@@ -1,5 +1,13 @@
-"""Explains graphs and replays: the first difference, operations without an order, times."""
+"""Explains graphs and replays: faults, pointers, the first difference, missing orders, times."""
 
+from ostinato.explain.audit import (
+    AuditReport,
+    KnownMemory,
+    PointerReport,
+    add_memory_source,
+    audit,
+)
+from ostinato.explain.black_box import BlackBox, black_box
 from ostinato.explain.difference import (
     DifferenceCause,
     FirstDifference,
@@ -7,19 +15,30 @@ from ostinato.explain.difference import (
     first_drift,
 )
 from ostinato.explain.races import unordered
+from ostinato.explain.report import BlackBoxReport, NodeReport, ReplayReport
 from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.timing import NodeTime, NodeTimes
 
 __all__ = [
+    "AuditReport",
+    "BlackBox",
+    "BlackBoxReport",
     "DifferenceCause",
     "FirstDifference",
     "FlatNode",
+    "KnownMemory",
+    "NodeReport",
     "NodeTime",
     "NodeTimes",
     "Percentiles",
+    "PointerReport",
     "ReplayEvent",
     "ReplayProfile",
+    "ReplayReport",
+    "add_memory_source",
+    "audit",
+    "black_box",
     "first_difference",
     "first_drift",
     "unordered",

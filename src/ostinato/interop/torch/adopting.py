@@ -30,6 +30,7 @@ from ostinato import (
     launch,
 )
 from ostinato.errors import GraphError, InputError, NotAvailableError
+from ostinato.explain import KnownMemory, add_memory_source
 from ostinato.interop.reading.library import cuda_index
 from ostinato.interop.reading.moves import NAMES
 from ostinato.lowlevel import every_node, new_lock
@@ -113,6 +114,30 @@ def as_tensor(buffer: Buffer) -> torch.Tensor:
     # The device is named, since torch would copy to its current GPU if that is another one.
     return torch.as_tensor(buffer, device=buffer.context.driver.name)
 
+
+def known_memory(context: Any) -> Iterator[KnownMemory]:
+    """Yields the blocks of torch's allocator on a device, for audits and black boxes.
+
+    A block that is not given out counts as freed, except in the pool of a capture, whose graph goes
+    on using what the capture gave back.
+    """
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # another allocator than torch's own
+        return
+    for segment in segments:
+        if context.driver.name != f"cuda:{segment.get('device')}":
+            continue
+        captured = tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        what = "a capture's pool of torch" if captured else "memory of torch"
+        start = segment["address"]
+        for block in segment["blocks"]:
+            memory = MemoryRange(start, block["size"])
+            yield KnownMemory(memory, what, captured or block["state"] == "active_allocated")
+            start += block["size"]
+
+
+add_memory_source(known_memory)
 
 # torch passes the state of a generator to kernels by value (ATen's PhiloxCudaState).  In a capture
 # the state holds two addresses, of the seed and of the offset, each an int64 tensor of one element,

@@ -1,0 +1,338 @@
+"""Twins of executables that leave crumbs: words in pinned host memory that say which nodes ended.
+
+A twin has the nodes of the graph, and after a node a kernel of one thread that sets the node's
+word; the nodes that waited for the node wait for that kernel.  Before the first nodes a kernel
+clears all words.  The host can read the words while the graph runs, and after the context is lost.
+Child graphs and bodies of conditional nodes have words of their own.
+
+An edge of a programmatic launch becomes a plain one if there is a crumb on it: a kernel then no
+longer overlaps the one before it, and a fault that needs the overlap may not come.
+"""
+
+from __future__ import annotations
+
+import graphlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from ostinato.driver.api import (
+    AllocNodeParams,
+    ChildGraphNodeParams,
+    ConditionalHandle,
+    ConditionalNodeParams,
+    EdgeData,
+    FreeNodeParams,
+    GraphHandle,
+    InstantiateFlags,
+    KernelNodeParams,
+    LaunchConfig,
+    NodeHandle,
+    NodeKind,
+    NodeParams,
+    OpaqueNodeParams,
+)
+from ostinato.driver.context import Context
+from ostinato.driver.interrupts import uninterrupted
+from ostinato.errors import GraphError, OstinatoError
+from ostinato.graph import Conditional, Graph, GraphExec, Node, every_node, prepare
+from ostinato.graph.frozen import graphs_inside
+from ostinato.memory.buffer import allocate
+from ostinato.modules import Kernel, ModuleCache
+from ostinato.modules.source import kernel
+
+State: TypeAlias = Literal["finished", "running", "waiting"]
+_PLAIN = EdgeData()
+_THREADS = 256
+_SURE = 1 << 16
+"""Smaller words of kernels without a signature are numbers, not handles of conditions."""
+
+
+@kernel(
+    "words: *out u32, n: u32",
+    """
+extern "C" __global__ void ostinato_crumb(unsigned* words, unsigned n) {
+    for (unsigned i = threadIdx.x; i < n; i += blockDim.x)
+        ((volatile unsigned*)words)[i] = i == 0;
+    __threadfence_system();
+}
+""",
+    name="ostinato_crumb",
+)
+def crumb(launch: Any, words: Any, n: int) -> None:
+    words[1:n] = 0
+    words[0] = 1
+
+
+_loaded: weakref.WeakKeyDictionary[Context, weakref.ref[Kernel]] = weakref.WeakKeyDictionary()
+
+
+def _crumb_kernel(context: Context) -> Kernel:
+    """Returns the kernel, which the twins of a context keep loaded."""
+    known = _loaded.get(context)
+    found = None if known is None else known()
+    if found is None:
+        found = ModuleCache(context).get_or_compile(crumb, "ostinato_crumb")
+        _loaded[context] = weakref.ref(found)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """The words of one graph of a twin: the one at `start` says that the graph has begun, and those
+    after it belong to its nodes, by index."""
+
+    start: int
+    nodes: tuple[Node, ...]
+    before: Sequence[Sequence[int]]
+    order: Sequence[int]
+    marked: frozenset[int]
+    """The nodes that are followed by a crumb."""
+    inside: Mapping[int, tuple[Area, ...]]
+
+    def under_way(self, words: Sequence[int]) -> bool:
+        """True if the graph has begun, and not all its nodes have finished."""
+        first = self.start + 1
+        return bool(words[self.start]) and not all(words[first + i] for i in self.marked)
+
+    def states(self, words: Sequence[int]) -> list[State]:
+        """Returns what is known of each node of a graph that is under way.
+
+        "running": may be running; with a crumb after each node these are the nodes that can run at
+        once, with fewer crumbs also some before and after them.
+        """
+        ended = [i in self.marked and bool(words[self.start + 1 + i]) for i in range(len(self))]
+        for i in reversed(self.order):  # what a node waited for has finished
+            if ended[i]:
+                for source in self.before[i]:
+                    ended[source] = True
+        states: list[State] = ["running"] * len(self)
+        for i in self.order:
+            if ended[i]:
+                states[i] = "finished"
+            elif any(
+                states[b] == "waiting" or (b in self.marked and not ended[b])
+                for b in self.before[i]
+            ):
+                states[i] = "waiting"
+        return states
+
+    def with_nodes(self, nodes: tuple[Node, ...]) -> Area:
+        """Returns the same with other parameters of the nodes."""
+        inside = {
+            index: tuple(a.with_nodes(n) for a, n in zip(areas, nodes[index].children, strict=True))
+            for index, areas in self.inside.items()
+        }
+        return replace(self, nodes=nodes, inside=inside)
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+
+class CrumbTwin:
+    """A twin of one executable, which follows its changes.
+
+    Raises GraphError if there can be none, or the driver's and the compiler's errors.
+    """
+
+    def __init__(self, run: GraphExec, every: int) -> None:
+        self.every = every
+        context = run.context
+        self.revision, nodes = run.revision(), run.nodes()
+        _require_copyable(run, nodes)
+        every_graph = [nodes, *(body for node in every_node(nodes) for body in node.children)]
+        self._kernel = _crumb_kernel(context)
+        size = sum(1 + len(graph) for graph in every_graph)
+        self._words = allocate(context, size, "u4", pinned=True, name="crumbs")
+        context.owners.pop(self._words.address, None)  # not memory of the user's
+        self._array = self._words.array
+        self._array[:] = 0
+        self._next = 0
+        self._conditions: dict[int, ConditionalHandle] = {}
+        with uninterrupted:
+            self.graph = Graph(context, context.driver.graph_create())
+        try:
+            for node in every_node(nodes):
+                if isinstance(node.params, ConditionalNodeParams):
+                    first = node.defaults
+                    assert first is not None
+                    self._conditions[int(node.params.handle)] = self.graph.condition(
+                        first.default, reset_at_launch=first.reset_at_launch
+                    )
+            self._made: dict[NodeHandle, Node] = {}
+            """The twin's nodes, by the handles of the originals."""
+            self.area = self._fill(self.graph, run.graph.handle, nodes, run.graph.nodes())
+            priority = bool(run.flags & InstantiateFlags.USE_NODE_PRIORITY)
+            self.executable = self.graph.instantiate(use_node_priority=priority)
+            self._switch(run, nodes)
+        except BaseException:
+            self.graph.close()
+            raise
+
+    def words(self) -> list[int]:
+        """Returns the words as they are now; no driver is called."""
+        found: list[int] = self._array.tolist()
+        return found
+
+    def follow(self, run: GraphExec) -> list[Node] | None:
+        """Gives the twin the present parameters.  Returns the nodes that were changed, None if
+        another twin is needed."""
+        revision, changed = run.revision(), list[Node]()
+        if revision == self.revision:
+            return changed
+        try:
+            nodes = run.nodes()
+            for old, new in zip(every_node(self.area.nodes), every_node(nodes), strict=True):
+                if new.params != old.params:
+                    if new.children:
+                        return None
+                    self.executable.set(self._made[new.handle], self._params(new))
+                    changed.append(new)
+            self._switch(run, nodes)
+        except OstinatoError:
+            return None
+        self.area, self.revision = self.area.with_nodes(nodes), revision
+        return changed
+
+    def close(self) -> None:
+        """Destroys it once its launches are done."""
+        self.executable.close()
+        self.graph.close()
+
+    def _switch(self, run: GraphExec, nodes: tuple[Node, ...]) -> None:
+        """Switches nodes off and on as they are in the executable."""
+        if not run.changed():
+            return
+        for node in every_node(nodes):
+            if node.kind in (NodeKind.KERNEL, NodeKind.MEMCPY):
+                enabled, mine = run.enabled(node), self._made[node.handle]
+                if enabled != self.executable.enabled(mine):
+                    self.executable.set(mine, enabled=enabled)
+
+    # --- building
+    def _fill(
+        self,
+        target: Graph,
+        handle: GraphHandle,
+        nodes: tuple[Node, ...],
+        defined: tuple[Node, ...],
+    ) -> Area:
+        """Adds the nodes of a graph, and the crumbs.  `defined`: the nodes of the definition, which
+        know the graphs inside of them, also after an update of the executable."""
+        index = {node.handle: node.index for node in nodes}
+        before: list[list[int]] = [[] for _ in nodes]
+        data: list[list[EdgeData]] = [[] for _ in nodes]
+        followed: set[int] = set()
+        for edge in target.context.driver.graph_edges(handle):
+            if edge.source not in index:
+                raise GraphError("a child graph node was given another child since")
+            source, to = index[edge.source], index[edge.target]
+            before[to].append(source)
+            data[to].append(edge.data)
+            followed.add(source)
+        order = _in_order(before)
+        start, self._next = self._next, self._next + 1 + len(nodes)
+        begin = self._crumb(target, start, 1 + len(nodes), ())
+        made: dict[int, Node] = {}
+        crumbs: dict[int, Node] = {}
+        inside: dict[int, tuple[Area, ...]] = {}
+        for count, i in enumerate(order, 1):
+            after = [crumbs.get(b) or made[b] for b in before[i]] or [begin]
+            kinds = [_PLAIN if b in crumbs else d for b, d in zip(before[i], data[i], strict=True)]
+            plain = all(kind == _PLAIN for kind in kinds)
+            data_of = None if plain else kinds
+            made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
+            self._made[nodes[i].handle] = made[i]
+            if count % self.every == 0 or i not in followed:
+                crumbs[i] = self._crumb(target, start + 1 + i, 1, (made[i],))
+        return Area(start, nodes, before, order, frozenset(crumbs), inside)
+
+    def _crumb(self, target: Graph, at: int, count: int, after: Sequence[Node]) -> Node:
+        words = self._words[at : at + count]
+        config = LaunchConfig(1, min(count, _THREADS))
+        return target.add_operation(prepare(self._kernel, config, words, count), after=after)
+
+    def _add(
+        self,
+        target: Graph,
+        node: Node,
+        defined: Node,
+        after: Sequence[Node],
+        data: list[EdgeData] | None,
+    ) -> tuple[Node, tuple[Area, ...]]:
+        params, graphs = self._params(node), graphs_inside(defined.params)
+        inner = tuple(zip(graphs, node.children, defined.children, strict=True))
+        if isinstance(params, ChildGraphNodeParams):
+            with uninterrupted:
+                child = Graph(target.context, target.context.driver.graph_create())
+            with child:
+                area = self._fill(child, *inner[0])
+                here = ChildGraphNodeParams(child.handle)
+                made = target.add(here, after=after, edge_data=data, keep=(child, *child.kept))
+                pairs = zip(every_node(child.nodes()), every_node(made.children[0]), strict=True)
+                copies = {old.handle: copy for old, copy in pairs}
+            for original in every_node(node.children[0]):
+                self._made[original.handle] = copies[self._made[original.handle].handle]
+            return made, (area,)
+        made = target.add(params, after=after, edge_data=data)
+        if not isinstance(params, ConditionalNodeParams):
+            return made, ()
+        bodies = Conditional(target, made).bodies
+        return made, tuple(
+            self._fill(body, *graph) for body, graph in zip(bodies, inner, strict=True)
+        )
+
+    def _params(self, node: Node) -> NodeParams:
+        """Returns a node's parameters with the twin's conditions."""
+        params = node.params
+        if isinstance(params, ConditionalNodeParams):
+            handle = self._conditions[int(params.handle)]
+            return ConditionalNodeParams(handle, params.kind, params.size)
+        if not self._conditions or not isinstance(params, KernelNodeParams):
+            return params
+        data = bytearray(params.arguments.data)
+        for at in _condition_places(node, params):
+            mine = self._conditions.get(int.from_bytes(data[at : at + 8], "little"))
+            if mine is not None:
+                data[at : at + 8] = int(mine).to_bytes(8, "little")
+        return params.with_data(bytes(data))
+
+
+def _condition_places(node: Node, params: KernelNodeParams) -> Iterator[int]:
+    """Yields the offsets of the words that may be handles of conditions."""
+    data, layout, signature = params.arguments.data, params.arguments.layout, node.signature
+    if signature is not None and signature.layout == layout:
+        for slot, parameter in zip(layout, signature.parameters, strict=True):
+            if parameter.type == "cond" and not parameter.pointer:
+                yield slot.offset
+        return
+    for at in range(0, len(data) - 7, 8):
+        if int.from_bytes(data[at : at + 8], "little") >= _SURE:
+            yield at
+
+
+def _in_order(before: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Returns the nodes in an order in which each comes after those that it waits for."""
+    if all(source < i for i, sources in enumerate(before) for source in sources):
+        return range(len(before))
+    return tuple(graphlib.TopologicalSorter(dict(enumerate(before))).static_order())
+
+
+def _require_copyable(run: GraphExec, nodes: tuple[Node, ...]) -> None:
+    """Raises GraphError for a graph of which there can be no twin."""
+    there = run.context.driver.graph_nodes(run.graph.handle)
+    if there != tuple(node.handle for node in nodes):
+        raise GraphError("the graph has other nodes than when it was instantiated")
+    for node in every_node(nodes):
+        params, why = node.params, ""
+        if isinstance(params, AllocNodeParams | FreeNodeParams):
+            why = "allocates or frees memory, whose address another graph cannot have"
+        elif isinstance(params, OpaqueNodeParams):
+            why = f"cannot be made again: {params.why}"
+        elif getattr(params, "opaque", False):
+            why = "works on a CUDA array, which cannot be read"
+        elif isinstance(params, ConditionalNodeParams) and node.defaults is None:
+            why = "has a condition of another library, whose first value is not known"
+        if why:
+            raise GraphError(f"node {node.index} ({node.name}) {why}")
