@@ -17,6 +17,7 @@ NAMES = (
     "launch_cost",
     "join",
     "change_cost",
+    "black_box",
     "soak",
     "modules",
     "decode",
