@@ -252,7 +252,7 @@ def test_a_changed_argument_reaches_the_watched_replay(ground: Ground) -> None:
 
 CHANGES: dict[str, Callable[[Ground, ost.GraphExec], object]] = {
     "set": lambda g, run: run.set(0, "x", g.y),
-    "set all": lambda g, run: run.set_all([(0, "x", g.y), (3, 0, g.y)]),
+    "set all": lambda g, run: run.set_all([(0, "x", g.y), (3, 0, g.spare)]),
     "rebind": lambda g, run: run.rebind({g.x: g.spare}),
     "off": lambda g, run: run.set(0, enabled=False),
     "update": lambda g, run: run.update(shape(g, g.spare)),
