@@ -128,9 +128,12 @@ if not TYPE_CHECKING:  # so that a type checker sees misspelt names
             raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
         value = getattr(importlib.import_module(f"ostinato.{home}"), name)
         if name == "open_device":
-            from ostinato.explain.black_box import watch_process
+            from ostinato import settings
 
-            watch_process()
+            if settings.black_box_every():
+                from ostinato.explain.black_box import watch_process
+
+                watch_process()
         globals()[name] = value
         return value
 

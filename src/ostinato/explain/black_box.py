@@ -344,11 +344,8 @@ def _switch() -> None:
 
 
 def watch_process() -> None:
-    """Arms a box for the rest of the process, if OSTINATO_BLACK_BOX asks for it.  `open_device`
-    calls this.  Raises SettingsError."""
-    every = settings.black_box_every()
-    if every:
-        BlackBox(every=every).__enter__()
+    """Arms a box for the rest of the process, as OSTINATO_BLACK_BOX asks."""
+    BlackBox(every=settings.black_box_every()).__enter__()
 
 
 def black_box(
