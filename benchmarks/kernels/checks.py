@@ -26,10 +26,14 @@ from ostinato.models.cuda.shapes import ROUNDED_CALLS, Tuning
 from ostinato.models.files.dequantise import dequantise_rows
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.layout import part_rows, weight_shapes
-from ostinato.models.plan import rope_table
+from ostinato.models.plan import mask_words, rope_table
 from ostinato.models.program import (
     ACTIVE,
+    BIAS,
     FROM_STATE,
+    LOGPROBS,
+    MASKED,
+    MOST_BIASES,
     OPTIONS,
     ROW,
     SAMPLE,
@@ -122,6 +126,7 @@ class Case:
     rows: np.ndarray
     state: np.ndarray
     options: np.ndarray
+    masks: np.ndarray | None = None
 
 
 class Bench:
@@ -202,6 +207,14 @@ class Bench:
         host["options"] = np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64)
         host["stops"] = np.full(STOP_TOKENS, -1, np.int32)
         host["ring"] = np.full((sequences, self.ring, 2), -1, np.int32)
+        host["logprobs"] = np.full((sequences, self.ring, LOGPROBS.itemsize // 4), -1, np.int32)
+        biases = np.zeros((sequences, MOST_BIASES), BIAS)
+        for one in biases:
+            count = min(c.vocabulary, MOST_BIASES)
+            one["token"][:count] = random.permutation(c.vocabulary)[:count]
+        biases["bias"] = random.uniform(-20, 20, biases.shape)
+        host["biases"] = biases.view(np.int32).reshape(sequences, -1, 2)
+        host["masks"] = np.zeros((sequences, mask_words(c.vocabulary)), np.uint32)
         self.host = host
         self.device = {
             name: machine.array(to_bf16(values) if name in self.halves else values)
@@ -251,6 +264,7 @@ class Bench:
     def set_case(self, case: Case) -> None:
         rows = len(case.rows)
         for name, values in (
+            *(() if case.masks is None else [("masks", case.masks)]),
             ("rows", case.rows.view(np.int32).reshape(-1, 4)),
             ("state", case.state.view(np.int32).reshape(-1, 4)),
             ("options", case.options.view(np.uint64).reshape(self.sequences, -1)),
@@ -378,6 +392,13 @@ class Bench:
             same = np.array_equal(new, host, equal_nan=True)
             assert same, f"{where}: {np.argwhere(new != host)[:5].tolist()} differ"
             return 0.0
+        if name == "logprobs":
+            mine, theirs = new.view(LOGPROBS), host.view(LOGPROBS)
+            assert np.array_equal(mine["tokens"], theirs["tokens"]), where
+            for part in ("chosen", "top"):
+                np.testing.assert_allclose(mine[part], theirs[part], 1e-5, 1e-5, err_msg=where)
+            host[...] = new
+            return 0.0
         if name == "cache":
             written = slice(None), slice(None), live[active, 2], slice(None), live[active, 1]
             kept = new.copy()
@@ -438,6 +459,7 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
         for sequence in range(sequences):
             options[sequence] = _OPTIONS[int(random.integers(len(_OPTIONS)))]
             options[sequence]["seed"] = random.integers(1 << 63)
+        options["biased"] = np.minimum(options["biased"], c.vocabulary)  # no token twice
         return Case(name, table.view(ROW).reshape(-1), state, options)
 
     def token() -> int:
@@ -476,31 +498,46 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
     likeliest token: so the temperature is high.
     """
     (model, *_), positions = cases(bench, 1), (0, bench.context // 2, bench.context - 1)
+    shape, number = bench.host["masks"].shape, 0
     for position, values in itertools.product(positions, _OPTIONS):
         for _ in range(4):
+            number += 1
             rows, options = model.rows.copy(), model.options.copy()
             rows["position"] = position
             rows["token"] = bench.random.integers(bench.config.vocabulary)
             options[:] = values
+            options["biased"] = np.minimum(options["biased"], bench.config.vocabulary)
+            masks = None
+            if number % 5 == 0:  # a quarter of the tokens
+                rows["flags"] |= MASKED
+                masks = bench.random.integers(1 << 32, size=(2, *shape), dtype=np.uint32)
+                masks = masks[0] & masks[1]
             options["temperature"] *= _HOT
             options["seed"] = bench.random.integers(1 << 63)
-            yield Case(f"{values} at {position}", rows, model.state, options)
+            yield Case(f"{values} at {position}, {number}", rows, model.state, options, masks)
 
 
 _HOT = 15.0
+_PLAIN = (0.0, 0.0, 0, 0, 0)
 _OPTIONS = [
-    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0),
-    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.7),
-    (1.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0),
-    (0.7, 0.9, 0, 0, 1 << 30, 0.02, 1.3),
-    (1.3, 1.0, 0, 7, 1 << 30, 0.0, 0.6),
-    (0.9, 0.5, 0, 40, 20, 0.3, 1.0),
-    (3.0, 1.0, 0, 0, 1 << 30, 0.5, 1.0),
-    (3.0, 0.2, 0, 0, 1 << 30, 1e-4, 1.0),
-    (3.0, 0.99, 0, 0, 1 << 30, 0.4, 1.2),
-    (2.5, 0.99, 0, 1, 1 << 30, 1.0, 1.1),
-    (1e-50, 0.9, 0, 0, 1 << 30, 0.1, 100.0),
-    (40.0, 0.3, 0, 0, 1 << 30, 0.0, 1.0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, *_PLAIN),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.7, *_PLAIN),
+    (1.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, *_PLAIN),
+    (0.7, 0.9, 0, 0, 1 << 30, 0.02, 1.3, *_PLAIN),
+    (1.3, 1.0, 0, 7, 1 << 30, 0.0, 0.6, *_PLAIN),
+    (0.9, 0.5, 0, 40, 20, 0.3, 1.0, *_PLAIN),
+    (3.0, 1.0, 0, 0, 1 << 30, 0.5, 1.0, *_PLAIN),
+    (3.0, 0.2, 0, 0, 1 << 30, 1e-4, 1.0, *_PLAIN),
+    (3.0, 0.99, 0, 0, 1 << 30, 0.4, 1.2, *_PLAIN),
+    (2.5, 0.99, 0, 1, 1 << 30, 1.0, 1.1, *_PLAIN),
+    (1e-50, 0.9, 0, 0, 1 << 30, 0.1, 100.0, *_PLAIN),
+    (40.0, 0.3, 0, 0, 1 << 30, 0.0, 1.0, *_PLAIN),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 1.5, -0.7, 0, 0, 0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.2, -1.9, 1.1, 40, 300, 6),
+    (1.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 0.3, 0.0, 3, 0, 1),
+    (2.0, 0.9, 0, 20, 1 << 30, 0.1, 0.8, 0.0, 2.0, 60, MOST_BIASES, 21),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 0.0, 0.0, 0, 5, 0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 0.0, 0.0, 0, 0, 21),
 ]
 
 

@@ -17,10 +17,12 @@ from ostinato.models.cuda.bricks import Formats, Packing, formats_of, matrix_byt
 from ostinato.models.cuda.lowering import CudaLaunch, lower, rounded_buffers, workspace_bytes
 from ostinato.models.cuda.shapes import ROUNDED_CALLS, Tuning
 from ostinato.models.layout import weight_shapes
-from ostinato.models.plan import rope_table
+from ostinato.models.plan import mask_words, rope_table
 from ostinato.models.program import (
     ACTIVE,
     FROM_STATE,
+    LOGPROBS,
+    MOST_BIASES,
     OPTIONS,
     SAMPLE,
     STATE,
@@ -86,6 +88,10 @@ class StepBench:
         self.where["state"] = gpu.array(np.zeros((sequences, 4), np.int32))
         self.where["options"] = gpu.array(np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64))
         self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
+        self.where["biases"] = gpu.array(np.zeros((sequences, MOST_BIASES, 2), np.int32))
+        self.where["masks"] = gpu.array(np.zeros((sequences, mask_words(c.vocabulary)), np.uint32))
+        logprobs = np.zeros((sequences, self.ring, LOGPROBS.itemsize // 4), np.int32)
+        self.where["logprobs"], _ = gpu.pinned(logprobs)
         self.where["ring"], _ = gpu.pinned(np.full((sequences, self.ring, 2), -1, np.int32))
         self.where["workspace"] = gpu.array(np.zeros(1 << 24, np.uint8))
 

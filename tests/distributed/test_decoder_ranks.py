@@ -22,9 +22,10 @@ from ostinato.errors import (
     RankLostError,
     UnsupportedModelError,
 )
+from ostinato.models import TokenMasks
 from ostinato.models import ranks as ranks_module
 from ostinato.models.decoder import Decoder
-from ostinato.models.sampling import GREEDY, SamplingOptions, sample
+from ostinato.models.sampling import GREEDY, SamplingOptions, log_probabilities, sample
 from tests.distributed.test_local import outcomes
 from tests.models.model_files import write_gguf
 from tests.models.random_models import RandomModel, llama
@@ -196,6 +197,9 @@ SAMPLINGS = {
     "top_p": SamplingOptions(temperature=0.8, top_p=0.7, seed=1 << 60),
     "min_p": SamplingOptions(temperature=1.5, min_p=0.05, seed=11),
     "penalty": SamplingOptions(repetition_penalty=1.4),
+    "added": SamplingOptions(
+        frequency_penalty=1.5, presence_penalty=0.5, logit_bias={3: 4.0, 9: -50.0}
+    ),
     "all": SamplingOptions(
         temperature=0.9, top_k=50, top_p=0.9, min_p=0.01, seed=5, repetition_penalty=1.2
     ),
@@ -207,7 +211,7 @@ def test_all_ranks_draw_the_same_token_from_all_logits(options: SamplingOptions)
     model = SHAPES[FIRST]
 
     def work(decoder: Decoder) -> tuple[list[int], list[int]]:
-        decoder.set_sampling(options)
+        decoder.set_sampling(options, answer=11, logprobs=2)
         drawn, reference = [decoder.prefill(model.tokens(11))], []
         for _ in range(10):
             seen = decoder.tokens()
@@ -222,13 +226,35 @@ def test_all_ranks_draw_the_same_token_from_all_logits(options: SamplingOptions)
                     len(seen),
                     min_p=options.min_p,
                     repetition_penalty=options.repetition_penalty,
+                    frequency_penalty=options.frequency_penalty,
+                    presence_penalty=options.presence_penalty,
+                    logit_bias=options.logit_bias,
                     history=seen,
+                    answer=11,
                 )
             )
+            chosen, tokens, top = log_probabilities(decoder.logits(), drawn[-1], 2)
+            found = decoder.logprobs()
+            assert [token for token, _ in found.top] == tokens.tolist()
+            assert np.allclose([found.logprob, *(p for _, p in found.top)], [chosen, *top])
         return drawn, reference
 
     drawn, reference = on_ranks(2, decoding(model, work))
     assert drawn[1:] == reference
+
+
+def test_ranks_take_no_masks() -> None:
+    def work(decoder: Decoder) -> None:
+        decoder.prefill([1, 2])
+        masks = TokenMasks((0,), lambda words: None)
+        for call in (
+            lambda: decoder.decode_batch([0], masks=masks),
+            lambda: decoder.prefill_batch({0: [1]}, masks=masks),
+        ):
+            with pytest.raises(InputError, match="masks are for decoders of one device"):
+                call()
+
+    on_ranks(2, decoding(SHAPES[FIRST], work))
 
 
 def test_greedy_and_drawn_sequences_side_by_side() -> None:

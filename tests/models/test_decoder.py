@@ -346,7 +346,7 @@ def test_sizes_of_any_integer_type(host_device: Device, tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"sequences": 1366}, "sequences is 1366, must be 1 to 1365"),
+        ({"sequences": 1025}, "sequences is 1025, must be 1 to 1024"),
         ({"max_rows": 4097}, "max_rows is 4097, must be 1 to 4096"),
     ],
 )

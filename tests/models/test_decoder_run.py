@@ -195,7 +195,7 @@ def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None
     """Step by step, in a loop on the device, and after a cut, behind which there is no history."""
 
     def answer(options: SamplingOptions) -> list[int]:
-        decoder.set_sampling(options)
+        decoder.set_sampling(options, answer=len(PROMPT))
         decoder.reset()
         tokens: list[int] = []
         for index in (*range(12), *range(6, 12)):
@@ -206,7 +206,10 @@ def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None
             assert tokens[-1] == sample(
                 decoder.logits(), options.temperature, options.top_k, options.top_p, options.seed,
                 len(PROMPT) + index, min_p=options.min_p,
-                repetition_penalty=options.repetition_penalty, history=[*PROMPT, *tokens[:index]],
+                repetition_penalty=options.repetition_penalty,
+                frequency_penalty=options.frequency_penalty,
+                presence_penalty=options.presence_penalty, logit_bias=options.logit_bias,
+                history=[*PROMPT, *tokens[:index]], answer=len(PROMPT),
             )  # fmt: skip
         decoder.reset()
         assert [decoder.prefill(PROMPT), *decoder.run(count=11, tokens_per_launch=4)] == tokens
@@ -219,6 +222,9 @@ def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None
         SamplingOptions(repetition_penalty=1.5),
         SamplingOptions(2.0, seed=4, min_p=0.2),
         SamplingOptions(2.0, 50, 0.9, 5, min_p=0.01, repetition_penalty=0.8),
+        SamplingOptions(frequency_penalty=1.3, presence_penalty=-0.4),
+        SamplingOptions(logit_bias={greedy[0]: -100, greedy[3]: 2.5}),
+        SamplingOptions(1.5, 0, 0.9, 8, 0.0, 1.1, -0.3, 1.7, {5: 3, greedy[2]: -8}),
     ):
         tokens = answer(options)
         assert tokens != greedy

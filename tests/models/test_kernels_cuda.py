@@ -775,6 +775,9 @@ def test_the_best_of_ranks_is_that_of_the_host(emulator: Emulator) -> None:
             "ring": np.full(8, 77, np.int32),
             "history": np.zeros(40, np.int32),
             "adjusted": np.zeros(1, np.float32),
+            "biases": np.zeros(2, np.int32),
+            "masks": np.zeros(1, np.uint32),
+            "logprobs": np.zeros(1, np.int32),
             "keys": np.array(keys, np.uint64),
         }
         values["options"]["repetition_penalty"], values["options"]["limit"] = 1, 9

@@ -14,10 +14,12 @@ import pytest
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.models.config import RopeScaling, rope_inverse_frequencies
 from ostinato.models.host.kernels import HOST_KERNELS
-from ostinato.models.plan import rope_table
+from ostinato.models.plan import mask_words, rope_table
 from ostinato.models.program import (
     ACTIVE,
     FROM_STATE,
+    LOGPROBS,
+    MOST_BIASES,
     OPTIONS,
     SAMPLE,
     BufferArgument,
@@ -344,7 +346,8 @@ def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
 
 
 def options_of(*rows: tuple[float, float, int, int, int], more: Any = (0.0, 1.0)) -> np.ndarray:
-    """`more`: min_p and repetition penalty of all rows."""
+    """`more`: min_p, repetition penalty and what follows of all rows."""
+    more = (*more, *(0,) * (7 - len(more)))
     return np.array([(*row, *more) for row in rows], OPTIONS)
 
 
@@ -359,6 +362,9 @@ def sampled(
         "ring": np.full((sequences, 6, 2), 55, np.int32),
         "history": np.zeros((sequences, 30), np.int32),
         "adjusted": np.zeros((sequences, vocabulary), np.float32),
+        "biases": np.zeros((sequences, MOST_BIASES, 2), np.int32),
+        "masks": np.zeros((sequences, mask_words(vocabulary)), np.uint32),
+        "logprobs": np.zeros((sequences, 6, LOGPROBS.itemsize // 4), np.int32),
         "context": 30,
         **given,
     }

@@ -18,6 +18,8 @@ from ostinato.models.files.checkpoint import GgufTokenizerSource, JsonTokenizerS
 from ostinato.models.sampling import (
     READABLE,
     SamplingOptions,
+    changed,
+    log_probabilities,
     penalised,
     philox4x32,
     sample,
@@ -174,12 +176,22 @@ def test_logits_are_not_changed() -> None:
         {"repetition_penalty": 0.0},
         {"repetition_penalty": 101},
         {"repetition_penalty": "1"},
+        {"frequency_penalty": 2.1},
+        {"frequency_penalty": float("nan")},
+        {"presence_penalty": -2.1},
+        {"presence_penalty": None},
+        {"logit_bias": 5},
+        {"logit_bias": {5: 100.5}},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {1.5: 1}},
+        {"logit_bias": {1: "1"}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
     ],
 )
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
         SamplingOptions(**options)
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=next(iter(options))):
         sample(row(1, 2), **options)
 
 
@@ -214,6 +226,42 @@ def test_a_repetition_penalty_counts_each_token_once_in_both_signs() -> None:
     assert sample(row(np.inf, 2), repetition_penalty=100.0, history=[0]) == 0
     assert sample(row(-np.inf, -np.inf), 1.0, repetition_penalty=9.0, history=[1]) == 0
     assert sample(row(1e38, 2e38), 1.0, repetition_penalty=0.01, history=[0]) == 0
+
+
+def test_penalties_of_the_answer_count_its_tokens_alone() -> None:
+    """OpenAI's formula: less the count times the one, and less the other where there is a count."""
+    logits, history = row(3, -2, 1, 0, 7), [4, 4, 0, 1, 0, 0]
+    both = SamplingOptions(frequency_penalty=0.5, presence_penalty=0.25)
+    assert changed(logits, both, history, 2).tolist() == [1.25, -2.75, 1, 0, 7]
+    assert changed(logits, both, history).tolist() == [1.25, -2.75, 1, 0, 5.75]
+    assert changed(logits, both, history, 6).tolist() == changed(logits, both).tolist()
+    attracts = SamplingOptions(frequency_penalty=-2.0)
+    assert changed(logits, attracts, history, 2).tolist() == [9, 0, 1, 0, 7]
+    # First the repetition penalty, of the prompt's tokens too; the bias comes last.
+    all_three = SamplingOptions(
+        repetition_penalty=2.0, presence_penalty=1.0, logit_bias={1: 5, 2: -1, 3: 0}
+    )
+    assert all_three.logit_bias == ((1, 5.0), (2, -1.0)), "0 changes nothing"
+    assert changed(logits, all_three, history, 2).tolist() == [0.5, 0, 0, 0, 3.5]
+    allowed = np.array([0, 1, 0, 1, 0], bool)
+    inf = np.inf
+    assert changed(logits, all_three, history, 2, allowed).tolist() == [-inf, 0, -inf, 0, -inf]
+    assert logits.tolist() == [3, -2, 1, 0, 7]
+    assert sample(row(3, 2.5), presence_penalty=1, history=[0, 1], answer=1) == 0
+    assert sample(row(3, 2.5), presence_penalty=1, history=[0, 1]) == 0
+    assert sample(row(3, 2.5), presence_penalty=1, history=[1, 0], answer=1) == 1
+    assert sample(row(3, 2.5), logit_bias={1: 1}) == 1
+
+
+def test_log_probabilities_are_of_the_models_distribution() -> None:
+    logits = np.log(row(0.1, 0.5, 0.25, 0.15)) + np.float32(7)
+    chosen, tokens, top = log_probabilities(logits, 0, 3)
+    assert np.allclose(np.exp([chosen, *top]), [0.1, 0.5, 0.25, 0.15])
+    assert tokens.tolist() == [1, 2, 3]
+    chosen, tokens, top = log_probabilities(row(2, -np.inf, 2), 1, 3)
+    assert chosen == -np.inf == top[2] and tokens.tolist() == [0, 2, 1]
+    assert top[0] == top[1] == np.log(np.float32(0.5))
+    assert log_probabilities(logits, 2, 0)[1].size == 0
 
 
 @given(LOGITS, st.floats(0, 1), st.floats(0.01, 100), st.integers(0, 999), st.data())

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ostinato.models.run import BatchRun as BatchRun
     from ostinato.models.run import TokenRun as TokenRun
     from ostinato.models.sampling import SamplingOptions as SamplingOptions
+    from ostinato.models.stepper import TokenLogprobs as TokenLogprobs
+    from ostinato.models.stepper import TokenMasks as TokenMasks
     from ostinato.models.text.tokenizer import Tokenizer as Tokenizer
     from ostinato.models.text.tokenizer import load_tokenizer as load_tokenizer
     from ostinato.models.weights import Weights as Weights
@@ -51,6 +53,8 @@ _HOMES = {
     "StoredCheckpoint": "files.checkpoint",
     "Summary": "generation",
     "TextGenerator": "generate",
+    "TokenLogprobs": "stepper",
+    "TokenMasks": "stepper",
     "TokenRun": "run",
     "Tokenizer": "text.tokenizer",
     "Weights": "weights",

@@ -44,13 +44,21 @@ from ostinato.models.decoder_statistics import DecoderStatistics, OperationTimes
 from ostinato.models.files.checkpoint import Checkpoint
 from ostinato.models.files.open import open_checkpoint
 from ostinato.models.plan import BufferPlan, PlanSizes
-from ostinato.models.program import OPTIONS, SAMPLED_ROWS, STOP_TOKENS, KernelCall
+from ostinato.models.program import (
+    BIAS,
+    MOST_BIASES,
+    MOST_LOGPROBS,
+    OPTIONS,
+    SAMPLED_ROWS,
+    STOP_TOKENS,
+    KernelCall,
+)
 from ostinato.models.run import BatchRun, Run, RunOptions, TokenRun
 from ostinato.models.sampling import GREEDY, SamplingOptions, require_options
 from ostinato.models.sequences import Sequence, Sequences
 from ostinato.models.sharding import Sharding, shard_buffers, shard_checkpoint
 from ostinato.models.step_graphs import StepGraphs
-from ostinato.models.stepper import Stepper, TokenRing
+from ostinato.models.stepper import Stepper, TokenLogprobs, TokenMasks, TokenRing
 from ostinato.models.weights import Weights, load_weights
 from ostinato.settings import graphs_enabled
 from ostinato.step import Decision
@@ -264,6 +272,8 @@ class Decoder(Closeable):
             sizes.sequences, context=sizes.context, vocabulary=self.config.vocabulary
         )
         self._options = np.zeros(sizes.sequences, OPTIONS)
+        self._biases: dict[int, tuple[tuple[int, float], ...]] = {}
+        """The biases on the device, by sequence."""
         self.stop_tokens: tuple[int, ...] = ()
         try:
             ring = TokenRing(self.plan.ring, self.stream, spins=self.backend.spins)
@@ -301,19 +311,36 @@ class Decoder(Closeable):
 
     @alone
     def set_sampling(
-        self, options: SamplingOptions, sequence: int = 0, *, limit: int | None = None
+        self,
+        options: SamplingOptions,
+        sequence: int = 0,
+        *,
+        limit: int | None = None,
+        answer: int = 0,
+        logprobs: int | None = None,
     ) -> None:
         """Sets how the sequence's next tokens are chosen; graphs read the options from device
         memory, so no new capture is needed.
 
         `limit`: the sequence stops at the token that takes this position (counted from 0) or a
-        later one; the end of the context if None.  Raises InputError.
+        later one; the end of the context if None.  `answer`: the length of the prompt, behind which
+        frequency and presence penalties count tokens.  `logprobs`: the number of likeliest tokens,
+        0 to 20, that `Decoder.logprobs` returns with each next token; None for none.  Raises
+        InputError.
         """
         self._require_open()
         one = self._sequences[sequence]
         require_options(options, "options")
         context = self.plan.sizes.context
         last = context if limit is None else min(whole(limit, "limit", 0), context)
+        answer = whole(answer, "answer", 0)
+        top = None if logprobs is None else whole(logprobs, "logprobs", 0, MOST_LOGPROBS)
+        biases = options.logit_bias
+        if biases and biases[-1][0] >= self.config.vocabulary:
+            raise InputError(
+                f"logit_bias of token {biases[-1][0]}: there are token ids 0 to "
+                f"{self.config.vocabulary - 1}"
+            )
         self._begin("set_sampling")
         wanted = self._options.copy()
         wanted[one.index] = (
@@ -324,15 +351,38 @@ class Decoder(Closeable):
             last,
             options.min_p,
             options.repetition_penalty,
+            options.frequency_penalty,
+            options.presence_penalty,
+            min(answer, context),
+            len(biases),
+            0 if top is None else 1 + min(top, self.config.vocabulary),
         )
-        self._note(f"set_sampling of sequence {one.index}: {wanted[one.index]}")
-        self._set(self.plan.options, wanted, self._options)
+        self._note(f"set_sampling of sequence {one.index}: {wanted[one.index]} {biases}")
+        before = self._biases.get(one.index, ())
+        try:
+            if biases and biases != before:
+                self._set_biases(one.index, biases)
+            self._set(self.plan.options, wanted, self._options)
+        except BaseException:
+            with suppress(OstinatoError):
+                self._set_biases(one.index, before)
+            raise
         self._options, one.limit = wanted, last
-        # Greedy rows need only the best logit of each rank.
-        self._steps.whole_logits = bool(
-            np.any(wanted["temperature"] != 0) or np.any(wanted["repetition_penalty"] != 1)
+        one.logprobs_from = len(one.tokens)
+        # Rows that are plain (`sampled.cuh`) need only the best logit of each rank.
+        plain = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0}
+        plain |= {"presence_penalty": 0, "biased": 0, "logprobs": 0}
+        self._steps.whole_logits = any(
+            bool(np.any(wanted[name] != value)) for name, value in plain.items()
         )
         self._look_whether_stopped(one)
+
+    def _set_biases(self, sequence: int, biases: tuple[tuple[int, float], ...]) -> None:
+        pairs = np.zeros(MOST_BIASES, BIAS)
+        pairs[: len(biases)] = np.array([*biases], BIAS)
+        words = pairs.view(np.int32).reshape(MOST_BIASES, -1)
+        self.plan.buffers["biases"][sequence].set(words, self.stream)
+        self._biases[sequence] = biases
 
     @alone
     def set_stop_tokens(self, tokens: Iterable[int]) -> None:
@@ -459,10 +509,13 @@ class Decoder(Closeable):
         return self._stepper.prompt(one, found, progress)
 
     @alone
-    def prefill_batch(self, prompts: Mapping[int, Iterable[int]]) -> dict[int, int]:
+    def prefill_batch(
+        self, prompts: Mapping[int, Iterable[int]], *, masks: TokenMasks | None = None
+    ) -> dict[int, int]:
         """Prefills several sequences; returns the first token chosen after each, by sequence.
 
         Consecutive prompts that together fit into one step of 64 rows are read in one step.
+        `masks`: the tokens that may be chosen; `fill` is called once for each step that chooses.
         Raises the errors of `prefill`: InputError before anything is done; LogitsError after all
         prompts were read, with the tokens of the sequences that have one.  If a later step raises
         another error, the prompts of earlier steps were read.
@@ -472,8 +525,9 @@ class Decoder(Closeable):
                 f"prompts is {quoted(prompts)}, must be a mapping from sequences to their tokens, "
                 "one at least"
             )
+        self._require_masks(masks)
         ready, found = self._checked("prefill", prompts.items())
-        chosen = self._stepper.prompts(ready, found)
+        chosen = self._stepper.prompts(ready, found, masks)
         return {one.index: token for one, token in zip(ready, chosen, strict=True)}
 
     @alone
@@ -510,28 +564,33 @@ class Decoder(Closeable):
         """
         return self.decode_batch((sequence,))[0]
 
-    def decode_batch(self, sequences: Iterable[int]) -> list[int]:
+    def decode_batch(
+        self, sequences: Iterable[int], *, masks: TokenMasks | None = None
+    ) -> list[int]:
         """Runs one step and returns the next token of each of several sequences, in their order.
 
-        Raises the errors of `decode`; a LogitsError for one sequence holds the tokens of the
-        others, whose state includes them.
+        `masks`: the tokens that may be chosen in this step.  Raises the errors of `decode`, and
+        what `masks.fill` raises, when no token was chosen; a LogitsError for one sequence holds the
+        tokens of the others, whose state includes them.
         """
         calls, name = self._calls, "Decoder.decode_batch"  # `alone`, written out
         if calls.lock.locked():
             raise calls.overlap(name)
         with calls.lock:
             calls.name = name
+            if masks is not None:
+                self._require_masks(masks)
             if calls.lead is not None:
                 return calls.lead.call(name, self._decoded, (sequences,), {})
-            return self._decoded(sequences)
+            return self._decoded(sequences, masks)
 
-    def _decoded(self, sequences: Iterable[int]) -> list[int]:
+    def _decoded(self, sequences: Iterable[int], masks: TokenMasks | None = None) -> list[int]:
         self._require_open()
         ready = self._sequences.ready(sequences)
         self._begin("decode")
         if self._ranks is not None:
             self._agree(f"decode of {[one.index for one in ready]}", again=False)
-        return self._stepper.together(ready, device_state=self.device_state)
+        return self._stepper.together(ready, device_state=self.device_state, masks=masks)
 
     @alone
     def run(
@@ -619,6 +678,27 @@ class Decoder(Closeable):
             self.stream.submit(operation)
         with self._ranks.group.watching("all ranks' logits"):
             return logits.to_numpy(self.stream)
+
+    def logprobs(self, sequence: int = 0) -> TokenLogprobs:
+        """Returns the log probabilities of the sequence's last token, and of the likeliest ones
+        there, as many as `set_sampling` was asked for.
+
+        Does not wait, and does not end a run: call it before the run's next token.  Raises
+        InputError if the last token was chosen without them, or by no step.
+        """
+        self._require_open()
+        one = self._sequences[sequence]
+        count = int(self._options[one.index]["logprobs"])
+        if not count or not one.has_logits or len(one.tokens) <= one.logprobs_from:
+            raise InputError(
+                f"sequence {one.index} has no log probabilities of its last token: "
+                "set_sampling(…, logprobs=0), or more, gives them for the tokens chosen after it"
+            )
+        return self._stepper.logprobs(one, count - 1)
+
+    def _require_masks(self, masks: TokenMasks | None) -> None:
+        if masks is not None and self._ranks is not None:
+            raise InputError("masks are for decoders of one device, and this one is one of ranks")
 
     def _begin(self, what: str) -> None:
         """Ends a run under way; called before every step and every change of state."""

@@ -155,6 +155,7 @@ class TextGenerator(Closeable):
         tokens_per_launch: int = 1,
         stop: str | Iterable[str] = (),
         reuse: bool = False,
+        logprobs: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Generation:
         """Returns the answer to a prompt (text, messages, or token ids): an iterator over pieces.
@@ -166,7 +167,9 @@ class TextGenerator(Closeable):
         text in `stop`; no part of that text is yielded.
         `tokens_per_launch`: see `Decoder.run`.  `reuse`: the common prefix of the prompt and the
         tokens in the KV cache is not read again; without, the whole prompt is read, so that the
-        same prompt gives the same bits whatever came before.  `progress`: see `Decoder.prefill`.
+        same prompt gives the same bits whatever came before.  `logprobs`: `Generation.logprobs` has
+        each token with so many of the likeliest ones at its place, 0 to 20; None for none.
+        `progress`: see `Decoder.prefill`.
 
         A generator has one generation at a time: a new one, or any other use of the decoder, ends
         it, and its next step then raises ClosedError.  Raises InputError for a prompt that does not
@@ -193,7 +196,12 @@ class TextGenerator(Closeable):
         else:
             self.decoder.reset(0)
         # The last token takes the position after all others: prompt + max_tokens - 1.
-        self.decoder.set_sampling(sampling, limit=len(tokens) + max_tokens - 1)
+        self.decoder.set_sampling(
+            sampling,
+            limit=len(tokens) + max_tokens - 1,
+            answer=len(tokens),
+            logprobs=logprobs,
+        )
         self.latest = Generation(
             self,
             tokens,
@@ -202,6 +210,7 @@ class TextGenerator(Closeable):
             stops=stops,
             continues=continue_last or not chatted,
             tokens_per_launch=per_launch,
+            with_logprobs=logprobs is not None,
             progress=progress,
         )
         return self.latest

@@ -13,6 +13,7 @@ from ostinato.errors import ClosedError
 from ostinato.models.arguments import counted
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import SamplingOptions
+from ostinato.models.stepper import TokenLogprobs
 from ostinato.models.stop_strings import StopMatcher, checked_stops
 from ostinato.models.text.tokenizer import Tokenizer
 
@@ -154,6 +155,7 @@ class Generation:
         stops: tuple[str, ...] = (),
         continues: bool = False,
         tokens_per_launch: int = 1,
+        with_logprobs: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._generator = generator
@@ -169,6 +171,8 @@ class Generation:
         self._first = self._last = 0.0
         self._pieces: list[str] = []
         self._tokens: list[int] = []
+        self._with_logprobs = with_logprobs
+        self._logprobs: list[TokenLogprobs] = []
         self._reason = "interrupted"
         self._work = self._run()
 
@@ -191,6 +195,11 @@ class Generation:
     def token_ids(self) -> tuple[int, ...]:
         """The tokens chosen so far."""
         return tuple(self._tokens)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """The log probabilities of the tokens chosen so far; empty if none were asked for."""
+        return tuple(self._logprobs)
 
     @property
     def text(self) -> str:
@@ -245,6 +254,8 @@ class Generation:
         decoder = self._generator.decoder
         self._last = time.perf_counter()
         self._first = self._first or self._last
+        if self._with_logprobs:
+            self._logprobs.append(decoder.logprobs())
         self._tokens.append(token)
         ended = token in decoder.stop_tokens
         over = ended or decoder.stopped()

@@ -18,6 +18,9 @@ from ostinato.models.arguments import whole
 from ostinato.models.backend import Buffers
 from ostinato.models.config import LlamaConfig, rope_inverse_frequencies
 from ostinato.models.program import (
+    BIAS,
+    LOGPROBS,
+    MOST_BIASES,
     OPTIONS,
     RING,
     ROW,
@@ -40,7 +43,7 @@ class PlanSizes:
 
     `rows`: most rows of one step.  `sequences`: number of sequences.  `context`: positions of each.
     `ring`: tokens of each sequence that the device may be ahead of the host.  Raises InputError,
-    also for more rows (4,096) or sequences (1,365) than device state has room for.
+    also for more rows (4,096) or sequences (1,024) than device state has room for.
     """
 
     rows: int = 64
@@ -92,11 +95,13 @@ class PlanSizes:
 class BufferPlan:
     """The buffers, by the names that the program uses.
 
-    The host sets `rows`, `options` and `stops`, each in one staged copy.  `ring` is pinned memory
-    that the device writes and the host reads.  `cache` is [layers, 2 (keys, values), sequences,
-    kv_heads, context, head_size].  `history` holds the token at each position, [sequences,
-    context], for the repetition penalty.  Only the device writes and reads the rest, except that
-    the host reads logits.
+    The host sets `rows`, `options` and `stops`, each in one staged copy, and a sequence's `biases`,
+    [sequences, MOST_BIASES], when they change.  `ring` and `logprobs` are pinned memory that the
+    device writes and the host reads.  `allowed` is pinned memory that the host writes, and copies
+    to `masks`, [sequences, vocabulary / 32]: a bit for each token.  `cache` is [layers, 2 (keys,
+    values), sequences, kv_heads, context, head_size].  `history` holds the token at each position,
+    [sequences, context], for penalties.  Only the device writes and reads the rest, except that the
+    host reads logits.
     `prepared`: the buffers are allocated; False after `close`.
     """
 
@@ -107,6 +112,8 @@ class BufferPlan:
     options: DeviceArray
     stops: DeviceArray
     ring: Buffer
+    logprobs: Buffer
+    allowed: Buffer
     buffers: dict[str, Buffer] = field(repr=False)
     prepared: bool = True
     scalars: dict[str, int] = field(init=False)
@@ -145,18 +152,23 @@ class BufferPlan:
             "history": ((sizes.sequences, sizes.context), i32),
             "logits": ((sizes.sequences, c.vocabulary), f32),
             "adjusted": ((sizes.sequences, c.vocabulary), f32),
+            "biases": ((sizes.sequences, MOST_BIASES, BIAS.itemsize // 4), i32),
             "state": ((sizes.sequences, STATE.itemsize // 4), i32),
             "counter": ((1,), i32),
             **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),
             **(more or {}),
         }
         buffers = {name: device.zeros(shape, kind) for name, (shape, kind) in cleared.items()}
+        # Of a rank's plan, logits are those of the whole vocabulary.
+        masks = (sizes.sequences, mask_words(buffers["logits"].shape[1]))
+        buffers["masks"] = device.zeros(masks, np.uint32)
         buffers["cache"] = device.empty(
             (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size), weights.dtype
         )
         buffers["rope"] = device.array(rope_table(c, sizes.context))
         ring = device.pinned((sizes.sequences, sizes.ring), RING)
         ring.array[...] = (0, -1)
+        logprobs = device.pinned((sizes.sequences, sizes.ring, LOGPROBS.itemsize // 4), i32)
         return cls(
             c,
             sizes,
@@ -165,6 +177,8 @@ class BufferPlan:
             DeviceArray(device, sizes.sequences, OPTIONS),
             DeviceArray(device, STOP_TOKENS, np.int32),
             ring,
+            logprobs,
+            device.pinned(masks, np.uint32),
             buffers,
         )
 
@@ -190,8 +204,8 @@ class BufferPlan:
             return self.options.buffer.view(dtype="bytes")
         if name in ("rows", "stops"):
             return {"rows": self.rows, "stops": self.stops}[name].buffer
-        if name == "ring":
-            return self.ring
+        if name in ("ring", "logprobs"):
+            return {"ring": self.ring, "logprobs": self.logprobs}[name]
         if name in self.buffers:
             return self.buffers[name] if layer is None else self.buffers[name][layer]
         return self.weights.buffer(name, layer)
@@ -213,8 +227,13 @@ class BufferPlan:
         self.prepared = False
         for array in (self.rows, self.options, self.stops):
             array.close()
-        for buffer in (self.ring, *self.buffers.values()):
+        for buffer in (self.ring, self.logprobs, self.allowed, *self.buffers.values()):
             buffer.close()
+
+
+def mask_words(vocabulary: int) -> int:
+    """Returns the number of 32-bit words that have a bit for each token."""
+    return -(-vocabulary // 32)
 
 
 def rope_table(config: LlamaConfig, context: int) -> npt.NDArray[np.float32]:

@@ -46,6 +46,8 @@ SAMPLE = 2
 FROM_STATE = 4
 """The flag of a row whose token and position are read from the sequence's state.  Once the sequence
 has stopped, the row is padding."""
+MASKED = 8
+"""The flag of a row whose next token is one that its sequence's `masks` allow."""
 
 ROW = np.dtype(
     [("token", np.int32), ("position", np.int32), ("sequence", np.int32), ("flags", np.int32)]
@@ -64,10 +66,32 @@ OPTIONS = np.dtype(
         ("limit", np.int32),
         ("min_p", np.float64),
         ("repetition_penalty", np.float64),
+        ("frequency_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("answer", np.int32),
+        ("biased", np.int16),
+        ("logprobs", np.int16),
     ]
 )
 """The sampling options of a sequence (see `sampling.SamplingOptions`).  `limit`: a token that would
-take this position or a later one stops the sequence."""
+take this position or a later one stops the sequence.  `answer`: frequency and presence penalties
+count the tokens from this position on.  `biased`: number of the sequence's `biases`.  `logprobs`:
+0, or 1 + the number of likeliest tokens whose log probabilities are written."""
+BIAS = np.dtype([("token", np.int32), ("bias", np.float32)])
+"""A number that is added to the logit of a token."""
+MOST_BIASES = 1024
+"""The most biases of a sequence; no token may have two."""
+MOST_LOGPROBS = 20
+"""The most likeliest tokens with log probabilities."""
+LOGPROBS = np.dtype(
+    [
+        ("chosen", np.float32),
+        ("tokens", np.int32, (MOST_LOGPROBS,)),
+        ("top", np.float32, (MOST_LOGPROBS,)),
+    ]
+)
+"""Log probabilities that the device gives to the host, in the entry of their token's place in the
+ring: the chosen token's, and the likeliest tokens with theirs, likeliest first."""
 RING = np.dtype([("token", np.int32), ("tag", np.int32)])
 """A token that the device gives to the host, in entry `position % size` of the sequence's ring.
 `tag` is 2 * position + stopped, so one 8-byte word identifies the token.  A negative tag: no token
@@ -94,7 +118,8 @@ _RESIDUAL = (
 _NORMED = _LIVE + "x: *const f32, norm: *const f32, weight: *const f32, "
 _SAMPLED = (
     _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
-    "history: *const i32, adjusted: *out f32, "
+    "history: *const i32, adjusted: *out f32, biases: *const i32, masks: *const u32, "
+    "logprobs: *i32, "
 )
 _OF_RANKS = (
     _SAMPLED + "keys: *const u64, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "

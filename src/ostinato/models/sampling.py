@@ -9,6 +9,7 @@ give a float32 in [0, 1).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from ostinato.errors import InputError
 from ostinato.models.arguments import number, quoted, whole
+from ostinato.models.program import BIAS, MOST_BIASES
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -24,6 +26,41 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MOST_TEMPERATURE = 3.4e38
 _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
+_MOST_ADDED = 2.0
+_MOST_BIAS = 100.0
+
+
+def _added(value: float, name: str) -> float:
+    found = number(value, name)
+    if not -_MOST_ADDED <= found <= _MOST_ADDED:
+        raise InputError(
+            f"{name} is {found}, must be {-_MOST_ADDED:g} to {_MOST_ADDED:g}; 0 is off"
+        )
+    return found
+
+
+def _biases(
+    given: Mapping[int, float] | Iterable[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    """Returns the pairs without those of 0, the lowest token first."""
+    try:
+        pairs = [(token, bias) for token, bias in dict(given).items()]
+    except (TypeError, ValueError):
+        raise InputError(
+            f"logit_bias is {quoted(given)}, must be a mapping from tokens to numbers"
+        ) from None
+    found = {}
+    for token, bias in pairs:
+        token = whole(token, "logit_bias token", 0)
+        found[token] = number(bias, f"logit_bias of token {token}")
+        if not -_MOST_BIAS <= found[token] <= _MOST_BIAS:
+            raise InputError(
+                f"logit_bias of token {token} is {found[token]}, must be {-_MOST_BIAS:g} to "
+                f"{_MOST_BIAS:g}"
+            )
+    if len(found) > MOST_BIASES:
+        raise InputError(f"logit_bias has {len(found)} tokens; {MOST_BIASES} at most")
+    return tuple(sorted((token, bias) for token, bias in found.items() if bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +73,9 @@ class _Sampling:
     seed: int
     min_p: float
     repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
 
 
 class SamplingOptions(_Sampling):
@@ -47,6 +87,11 @@ class SamplingOptions(_Sampling):
     fraction of the likeliest token's probability at this temperature; 0 is off.
     `repetition_penalty`: divides the positive and multiplies the negative logits of all tokens that
     the sequence holds, the prompt's too, as in transformers; 1.0 is off, 0.01 to 100 is allowed.
+    `frequency_penalty`, `presence_penalty`: subtracted from the logit of each token of the answer
+    so far, the first as often as the token is there, the second once, as in OpenAI's API; -2 to 2,
+    0 is off.  `logit_bias`: added to the logits of these tokens, a mapping from tokens to -100 to
+    100, or pairs of them, 1,024 at most.  All of these come before the temperature, in this order
+    (`changed`).
     Raises InputError.
     """
 
@@ -60,6 +105,9 @@ class SamplingOptions(_Sampling):
         seed: int = 0,
         min_p: float = 0.0,
         repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
     ) -> None:
         temperature = number(temperature, "temperature")
         # A larger one is infinite in float32, and minus infinity divided by infinity is NaN.
@@ -87,12 +135,21 @@ class SamplingOptions(_Sampling):
             whole(seed, "seed", 0, (1 << 64) - 1),
             min_p,
             penalty,
+            _added(frequency_penalty, "frequency_penalty"),
+            _added(presence_penalty, "presence_penalty"),
+            _biases(logit_bias),
         )
 
     @property
     def is_greedy(self) -> bool:
         """True if the likeliest token is always chosen; no random number is drawn then."""
         return self.temperature == 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if a penalty or a bias is on, so that the likeliest token may not be the model's."""
+        added = self.frequency_penalty or self.presence_penalty or self.logit_bias
+        return self.repetition_penalty != 1 or bool(added)
 
     def with_named(self, **named: Any) -> SamplingOptions:
         """Returns a copy with the named options replaced.
@@ -162,6 +219,68 @@ def penalised(
     return out
 
 
+def changed(
+    logits: npt.NDArray[np.float32],
+    options: SamplingOptions,
+    history: npt.ArrayLike = (),
+    answer: int = 0,
+    allowed: npt.NDArray[np.bool_] | None = None,
+) -> npt.NDArray[np.float32]:
+    """Returns the logits that a token is chosen from, float32, (vocabulary,): the `penalised` ones;
+    less frequency_penalty times the number of times that a token is in the answer, and then
+    presence_penalty if it is there; plus the bias; minus infinity for tokens that are not
+    `allowed`.
+
+    `history`: the sequence's tokens, the prompt's too; the answer is those from index `answer` on.
+    Each operation is rounded to float32.
+    """
+    penalties = options.repetition_penalty, options.frequency_penalty, options.presence_penalty
+    biases = np.array([*options.logit_bias], BIAS)
+    return changed_by(logits, *penalties, biases, history, answer, allowed)
+
+
+def changed_by(
+    logits: npt.NDArray[np.float32],
+    repetition: float,
+    frequency: float,
+    presence: float,
+    biases: npt.NDArray[Any],
+    history: npt.ArrayLike,
+    answer: int,
+    allowed: npt.NDArray[np.bool_] | None,
+) -> npt.NDArray[np.float32]:
+    """Returns what `changed` does.  `biases`: of type BIAS, no token twice."""
+    out = penalised(logits, history, repetition)
+    with np.errstate(over="ignore", under="ignore"):
+        if frequency or presence:
+            seen = np.asarray(history, np.intp)[answer:]
+            tokens, counts = np.unique(seen, return_counts=True)
+            out[tokens] -= np.float32(frequency) * counts.astype(np.float32)
+            out[tokens] -= np.float32(presence)
+        out[biases["token"]] += biases["bias"]
+    if allowed is not None:
+        out[~allowed] = -np.inf
+    return out
+
+
+def log_probabilities(
+    logits: npt.NDArray[np.float32], token: int, top: int
+) -> tuple[np.float32, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Returns the natural logarithm of a token's probability, and the `top` likeliest tokens (on
+    ties the lower index first) with theirs, as float32.
+
+    The probabilities are the softmax of the model's logits, before temperature, penalties, biases
+    and filters.  No logit may be NaN, and the largest must be finite.
+    """
+    largest = logits.max()
+    with np.errstate(under="ignore"):
+        scaled = logits - largest
+        mass = np.log(np.exp(scaled).sum(dtype=np.float64))
+    order = _largest_first(logits, top)[:top]
+    found = (scaled[[token, *order]] - mass).astype(np.float32)
+    return found[0], order.astype(np.int32), found[1:]
+
+
 def sample(
     logits: npt.NDArray[np.float32],
     temperature: float = 0.0,
@@ -172,29 +291,37 @@ def sample(
     *,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
+    frequency_penalty: float = 0.0,
+    presence_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
     history: npt.ArrayLike = (),
+    answer: int = 0,
 ) -> int:
     """Returns the next token's index, chosen from float32 logits of shape (vocabulary,).
 
-    The steps, in order: `penalised` for the tokens in `history`; (logit - largest) / temperature in
-    float32; the `top_k` largest (on ties the lower index stays); softmax in float32; the fewest of
-    the likeliest tokens, one or more, whose float64 sum is at least `top_p` of the whole; of these
-    the tokens whose scaled logit is at least log(min_p), rounded to float32; of these, likeliest
-    first and lower index first on ties, the first token whose running sum exceeds
-    `uniform(seed, position)` times their total.
+    The steps, in order: `changed` by the penalties and the bias, for the tokens in `history`, of
+    which those from `answer` on are the answer's; (logit - largest) / temperature in float32; the
+    `top_k` largest (on ties the lower index stays); softmax in float32; the fewest of the likeliest
+    tokens, one or more, whose float64 sum is at least `top_p` of the whole; of these the tokens
+    whose scaled logit is at least log(min_p), rounded to float32; of these, likeliest first and
+    lower index first on ties, the first token whose running sum exceeds `uniform(seed, position)`
+    times their total.
 
     A NaN logit counts as minus infinity, so that an index is always returned: the caller must check
     the logits for NaN to find a broken model.  If all logits are minus infinity, the result is 0;
     if any is plus infinity, the first such.  Raises InputError for other shapes and bad options.
     """
-    options = SamplingOptions(temperature, top_k, top_p, seed, min_p, repetition_penalty)
+    options = SamplingOptions(
+        temperature, top_k, top_p, seed, min_p, repetition_penalty, frequency_penalty,
+        presence_penalty, logit_bias,
+    )  # fmt: skip
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise InputError(
             f"logits are {logits.dtype} {list(logits.shape)}, must be float32 (vocabulary,)"
         )
     logits = _without_nan(logits)
-    if options.repetition_penalty != 1.0:
-        logits = penalised(logits, history, options.repetition_penalty)
+    if options.changes_logits:
+        logits = changed(logits, options, history, answer)
     best = int(np.argmax(logits))
     largest = logits[best]
     if options.is_greedy or not np.isfinite(largest):

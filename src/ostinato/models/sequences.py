@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.lowlevel import uninterrupted
 from ostinato.models.arguments import quoted, token_ids, whole
-from ostinato.models.program import ACTIVE, FROM_STATE, ROW, SAMPLE
+from ostinato.models.program import ACTIVE, FROM_STATE, MASKED, ROW, SAMPLE
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class Sequence:
     `has_logits`: unless `ahead`, the logits there are those that the last token was chosen from.
     `stopped`: the last token is an end token, or takes the limit or the end of the context.
     `limit`: the position that stops the sequence once a token takes it.
+    `logprobs_from`: the number of tokens that were chosen before the present sampling options.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Sequence:
     has_logits: bool = False
     stopped: bool = False
     limit: int = 0
+    logprobs_from: int = 0
 
     @property
     def room(self) -> int:
@@ -58,6 +60,7 @@ class Sequence:
             del self.tokens[kept:]
             self.length = kept
             self.on_device = self.stopped = self.has_logits = False
+            self.logprobs_from = min(self.logprobs_from, kept)
         return kept
 
     def kept(self, count: int) -> int:
@@ -76,6 +79,7 @@ class Sequence:
         if count < len(self.tokens):
             self.has_logits = self.stopped = False
         self.length = min(self.length, max(0, count - 1))
+        self.logprobs_from = min(self.logprobs_from, count)
         del self.tokens[count:]
 
 
@@ -178,6 +182,12 @@ def _read(
     rows["flags"] = ACTIVE
     if sample:
         rows["flags"][-1] = ACTIVE | SAMPLE
+
+
+def mask_rows(rows: npt.NDArray[Any], sequences: Items[int]) -> None:
+    """Marks the rows of these sequences that sample as MASKED."""
+    flags = rows["flags"]
+    flags[np.isin(rows["sequence"], sequences) & (flags & SAMPLE != 0)] |= MASKED
 
 
 def decode_rows(

@@ -46,7 +46,7 @@ from ostinato.step import Action, Decision, HeldReplay, Reason, StepStatistics
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks
 
-_PREFILL, _DECODE = "prefill", "decode"
+_PREFILL, _DECODE, _ENDING = "prefill", "decode", "ending"
 _WHOLE_LOGITS = "decode, whole logits"
 """The name of a step of ranks that gives each rank all logits, so that rows need not be greedy."""
 # Poison for padding rows in checks: without ACTIVE, with numbers that are out of every range.
@@ -127,9 +127,16 @@ class StepGraphs:
                 builder=None if ranks is None else partial(self._build_of_rank, name),
                 warmups=warmups if ranks is None or build == "capture" else 0,
             )
-            for name in names
+            for name in (*names, *((_ENDING,) if ranks is None else ()))
         }
         self._loops: dict[tuple[int, str], GraphedStep] = {}
+
+    def end(self, rows: int) -> Decision:
+        """Runs the rest of a step that samples, after the same rows were run with `sampled=False`.
+        Does not wait."""
+        self._check()
+        self.last_decision = self._steps[_ENDING](rows=rows)
+        return self.last_decision
 
     def __call__(self, rows: int, *, sampled: bool = True, tokens: int = 1) -> Decision:
         """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
@@ -217,6 +224,9 @@ class StepGraphs:
             rest = bound[len(bound) - ending :]
             bounds[name] = (*bounds[_PREFILL], *rest)
             made[name] = (*made[_PREFILL], *self._operations(rest, rows))
+            if self._ranks is None:  # the first launch follows a launch of another graph
+                rest = (rest[0].with_programmatic(False), *rest[1:])
+                made[_ENDING] = self._operations(rest, rows)
         self._bounds[rows] = bounds
         return made
 
@@ -409,11 +419,13 @@ class StepGraphs:
 
 
 def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
-    state = {name: plan.buffers[name] for name in ("cache", "history", "state", "logits")}
+    kept = ("cache", "history", "state", "logits", "biases", "masks")
+    state = {name: plan.buffers[name] for name in kept}
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
         Slot("rows", plan.rows.buffer, "input", size="rows", poison=_POISON_ROWS),
         Slot("ring", plan.ring, "state"),
+        Slot("logprobs", plan.logprobs, "state"),
         *(Slot(name, buffer, "state") for name, buffer in state.items()),
         *(Slot(name, buffer, "scratch") for name, buffer in scratch.items()),
     )

@@ -16,17 +16,24 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Stream
+from ostinato import Buffer, Stream, copy
 from ostinato.errors import LogitsError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import ROW
-from ostinato.models.sequences import Sequence, decode_rows, prompt_rows, prompts_rows
+from ostinato.models.program import LOGPROBS, ROW
+from ostinato.models.sequences import (
+    Sequence,
+    decode_rows,
+    mask_rows,
+    prompt_rows,
+    prompts_rows,
+)
 from ostinato.models.step_graphs import StepGraphs
 
 if TYPE_CHECKING:
@@ -35,6 +42,34 @@ if TYPE_CHECKING:
 # The time that the host polls for a token before it waits without using the processor.
 _SPIN_SECONDS = 0.002
 _PAUSE_SECONDS = (5e-5, 1e-3)  # between two checks after that time: the first, and the longest
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The tokens that a step may choose for some of its sequences.
+
+    `fill` is called once in the step, after its layers are launched, so that it runs while the
+    device computes them.  It is given uint32 words, [sequences of the decoder, vocabulary / 32
+    rounded up], and sets those of each of `sequences`: bit t % 32 of word t // 32 allows token t.
+    It must not use the decoder.
+    """
+
+    sequences: tuple[int, ...]
+    fill: Callable[[npt.NDArray[np.uint32]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithms of probabilities of a token and of the likeliest ones at its place.
+
+    They are those of the model's own distribution: before temperature, penalties, biases, masks and
+    filters.  `top`: pairs of token and log probability, likeliest first, of equal ones the lowest
+    token first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 class TokenRing:
@@ -133,6 +168,7 @@ class Stepper:
         progress: Callable[[int, int], None] | None = None,
         *,
         choose: bool = True,
+        masks: TokenMasks | None = None,
     ) -> int:
         """Appends tokens to a sequence's KV cache, in pieces; returns the token chosen after them,
         or -1 without a wait if `choose` is False.
@@ -149,9 +185,9 @@ class Stepper:
                 rows = prompt_rows(
                     self._rows, sequence.index, piece, sequence.length, sample=last, end=end
                 )
-                self._set_rows(rows)
+                self._set_rows(rows, masks)
                 if last:
-                    (chosen,) = _all(*self._sampled([sequence], [piece], end))
+                    (chosen,) = _all(*self._sampled([sequence], [piece], end, masks))
                 else:
                     self.steps(end, sampled=False)
                     sequence.tokens.extend(piece)
@@ -161,7 +197,12 @@ class Stepper:
                 start = stop
         return chosen
 
-    def prompts(self, sequences: list[Sequence], prompts: Items[Items[int]]) -> list[int]:
+    def prompts(
+        self,
+        sequences: list[Sequence],
+        prompts: Items[Items[int]],
+        masks: TokenMasks | None = None,
+    ) -> list[int]:
         """Appends a prompt to each sequence and returns the chosen tokens, in order.  Consecutive
         prompts that fit into one step that samples run together.  After an exception the earlier
         steps are done; after a LogitsError all are."""
@@ -177,34 +218,41 @@ class Stepper:
             if stop - first < 2:
                 stop = first + 1
                 try:
-                    chosen[sequences[first].index] = self.prompt(sequences[first], prompts[first])
+                    one = sequences[first]
+                    chosen[one.index] = self.prompt(one, prompts[first], masks=masks)
                 except LogitsError as error:
                     failed |= error.failed
                 continue
             some, theirs = sequences[first:stop], prompts[first:stop]
             with self.phases.measure("prefill", count):
-                self._set_rows(prompts_rows(self._rows, some, theirs))
-                found, broken = self._sampled(some, theirs, count)
+                self._set_rows(prompts_rows(self._rows, some, theirs), masks)
+                found, broken = self._sampled(some, theirs, count, masks)
             chosen |= found
             failed |= broken
         return _all(chosen, failed)
 
-    def together(self, sequences: list[Sequence], *, device_state: bool) -> list[int]:
+    def together(
+        self, sequences: list[Sequence], *, device_state: bool, masks: TokenMasks | None = None
+    ) -> list[int]:
         """Runs one step, waits for it and returns the next token of each sequence.
 
         Raises InputError if a sequence has no token to decode, LogitsError.
         """
         phases, begin = self.phases, time.perf_counter()
         try:
-            self._set_rows(decode_rows(self._rows, sequences, device_state=device_state))
-            chosen, failed = self._sampled(sequences, (), len(sequences))
+            self._set_rows(decode_rows(self._rows, sequences, device_state=device_state), masks)
+            chosen, failed = self._sampled(sequences, (), len(sequences), masks)
             phases.tokens["decode"] += len(chosen)
             return _all(chosen, failed)
         finally:
             phases.seconds["decode"] += time.perf_counter() - begin
 
     def _sampled(
-        self, sequences: list[Sequence], pieces: Items[Items[int]], rows: int
+        self,
+        sequences: list[Sequence],
+        pieces: Items[Items[int]],
+        rows: int,
+        masks: TokenMasks | None,
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Runs a step of `rows` rows that samples once for each sequence; returns as `_take` does.
 
@@ -217,7 +265,16 @@ class Stepper:
             sequence.on_device = sequence.has_logits = False
             self.ring.forget(sequence, step)
         self._settled = False
-        decision = self.steps(rows)
+        masked = {one.index for one in sequences} & {*(masks.sequences if masks else ())}
+        if masks is None or not masked:
+            decision = self.steps(rows)
+        else:
+            self.steps(rows, sampled=False)
+            # Steps with masks are waited for, so no earlier one still reads them.
+            masks.fill(self._plan.allowed.array)
+            span = slice(min(masked), max(masked) + 1)
+            copy(self._stream, self._plan.buffers["masks"][span], self._plan.allowed[span])
+            decision = self.steps.end(rows)
         self._wait(sequences, steps, last=True)
         self._settled = True
         chosen, failed = self._take(sequences, steps, pieces)
@@ -250,6 +307,14 @@ class Stepper:
             sequence.length += step
             sequence.stopped = stopped
         return chosen, failed
+
+    def logprobs(self, sequence: Sequence, count: int) -> TokenLogprobs:
+        """Returns the logprobs of the sequence's last token, with the `count` likeliest ones."""
+        entries = self._plan.logprobs.array.view(LOGPROBS)[..., 0]
+        one = entries[sequence.index, sequence.length % self.ring.size]
+        tokens, found = (one[name][:count].tolist() for name in ("tokens", "top"))
+        pairs = tuple(zip(tokens, found, strict=True))
+        return TokenLogprobs(sequence.tokens[-1], float(one["chosen"]), pairs)
 
     # --- many steps, the host behind
     def begin_ahead(self, sequences: list[Sequence]) -> None:
@@ -303,8 +368,10 @@ class Stepper:
                 self._stream.synchronize()
             self._settled = True
 
-    def _set_rows(self, rows: npt.NDArray[Any]) -> None:
+    def _set_rows(self, rows: npt.NDArray[Any], masks: TokenMasks | None = None) -> None:
         """Sets all rows in one staged copy, unless the device has them already."""
+        if masks is not None:
+            mask_rows(rows, masks.sequences)
         data = rows.tobytes()
         if data != self._rows_on_device:
             self._rows_on_device = b""

@@ -65,6 +65,8 @@ from ostinato.models.cuda.shapes import (
 )
 from ostinato.models.program import (
     ABSENT,
+    MOST_BIASES,
+    MOST_LOGPROBS,
     OF_RANKS,
     BufferArgument,
     CallArgument,
@@ -490,6 +492,7 @@ class Lowering:
                 found[f"BLOCK_{name.upper()}"] = value
         elif kernel in ("sample", "sample_of_ranks"):
             found = {"VOCAB": vocabulary, "STOPS": given["stop_count"]}
+            found |= {"MOST_BIASES": MOST_BIASES, "MOST_LOGPROBS": MOST_LOGPROBS}
             found["SAMPLE_THREADS"] = _ROW_THREADS[kernel]
             if kernel == "sample":
                 before = "rounded_head" if self.tuning.tiles else "head"

@@ -19,11 +19,22 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato import HostKernel, host_kernel
-from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, SAMPLE, SIGNATURES, parameter_names
-from ostinato.models.sampling import penalised
+from ostinato.models.program import (
+    ACTIVE,
+    BIAS,
+    FROM_STATE,
+    LOGPROBS,
+    MASKED,
+    MOST_BIASES,
+    OPTIONS,
+    SAMPLE,
+    SIGNATURES,
+    parameter_names,
+)
+from ostinato.models.sampling import changed_by, log_probabilities
 from ostinato.models.sampling import sample as sample_reference
 
-_CHUNK = 1 << 15  # scores of one attention product: rows * KV length
+_CHUNK = 1 << 15  # logprobs of one attention product: rows * KV length
 Function: TypeAlias = Callable[["Given"], None]
 Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int32]
@@ -49,6 +60,9 @@ class Given:
     history: Ints
     stops: Ints
     ring: Ints
+    biases: Ints
+    masks: npt.NDArray[np.uint32]
+    logprobs: Ints
     counter: Ints
     options: npt.NDArray[np.uint64]
     keys: npt.NDArray[np.uint64]
@@ -313,20 +327,20 @@ def attention(a: Given) -> None:
             scaled = queries[start:stop] * np.float32(a.scale)
             query = scaled.transpose(1, 0, 2, 3).reshape(a.kv_heads, -1, a.head_size)
             # Keys on the left: for one row's queries three times as fast as the other way round.
-            scores = np.matmul(keys[:, first:end], query.transpose(0, 2, 1))
-            scores = np.ascontiguousarray(scores.transpose(0, 2, 1))
+            logprobs = np.matmul(keys[:, first:end], query.transpose(0, 2, 1))
+            logprobs = np.ascontiguousarray(logprobs.transpose(0, 2, 1))
             if stop - start > 1:
-                by_row = scores.reshape(a.kv_heads, stop - start, group, end - first)
+                by_row = logprobs.reshape(a.kv_heads, stop - start, group, end - first)
                 later = np.triu(np.full((stop - start, stop - start), -np.inf, np.float32), 1)
                 by_row[..., before - first :] += later[:, None]
                 if a.window:
                     ends = np.arange(before + 1, end + 1)[:, None]
                     outside = np.arange(first, end)[None, :] < ends - a.window
                     by_row[np.broadcast_to(outside[:, None], by_row.shape)] = -np.inf
-            scores -= scores.max(axis=-1, keepdims=True)
-            np.exp(scores, out=scores)
-            total = scores.sum(axis=-1, keepdims=True)
-            mixed = np.matmul(scores, values[:, first:end])
+            logprobs -= logprobs.max(axis=-1, keepdims=True)
+            np.exp(logprobs, out=logprobs)
+            total = logprobs.sum(axis=-1, keepdims=True)
+            mixed = np.matmul(logprobs, values[:, first:end])
             mixed /= total
             out[start:stop] = mixed.reshape(a.kv_heads, stop - start, group, a.head_size).transpose(
                 1, 0, 2, 3
@@ -396,30 +410,56 @@ def sample(a: Given) -> None:
     """Chooses the next token of each row that samples, drawn for the position that the token will
     take, and updates the state of its sequence (`advance`).
 
-    `history`: [sequences, context], the token at each position; a repetition penalty applies to
-    those up to the row's own.  `adjusted`: [sequences, vocabulary], the logits with that penalty;
-    `logits` stay unchanged.  -1 is chosen if a logit is NaN or the largest is infinite: the model
-    is broken, and any token would be meaningless.
+    `history`: [sequences, context], the token at each position; penalties apply to those up to the
+    row's own.  `biases`: [sequences, MOST_BIASES] of `BIAS`; `masks`: a bit for each token, for
+    rows that are MASKED.  `adjusted`: [sequences, vocabulary], the logits changed by these;
+    `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen if a logit is NaN or the
+    largest is infinite: the model is broken, and any token would be meaningless.
     """
     settings = a.options.view(OPTIONS)
 
-    def token_of(position: int, sequence: int) -> int:
-        temperature, top_p, seed, top_k, _, min_p, penalty = settings[sequence].item()
-        values = a.logits[sequence * a.vocabulary : (sequence + 1) * a.vocabulary]
+    def token_of(position: int, sequence: int, flags: int) -> int:
+        one, first = settings[sequence], sequence * a.vocabulary
+        part = slice(first, first + a.vocabulary)
+        temperature, top_p, seed, top_k, _, min_p, *penalties, answer, biased, logprobs = one.item()
+        repetition, frequency, presence = penalties
+        logits = values = a.logits[part]
         best = int(values.argmax())  # the first NaN if there is one
-        if penalty != 1.0 and not np.isnan(values[best]):
+        if np.isnan(values[best]):
+            return -1
+        if flags & MASKED or biased or penalties != [1.0, 0.0, 0.0]:
+            biases = a.biases.view(BIAS)[sequence * MOST_BIASES :][:biased]
             seen = a.history[sequence * a.context : sequence * a.context + position + 1]
-            out = a.adjusted[sequence * a.vocabulary : (sequence + 1) * a.vocabulary]
-            out[...] = penalised(values, seen, penalty)
-            values, best = out, int(out.argmax())
+            allowed = _allowed(a, sequence) if flags & MASKED else None
+            values = a.adjusted[part]
+            values[...] = changed_by(
+                logits, repetition, frequency, presence, biases, seen, answer, allowed
+            )
+            best = int(values.argmax())
         if not np.isfinite(values[best]):
             return -1
         if temperature == 0:
-            return best
-        return sample_reference(values, temperature, top_k, top_p, seed, position + 1, min_p=min_p)
+            token = best
+        else:
+            draw = (temperature, top_k, top_p, seed, position + 1)
+            token = sample_reference(values, *draw, min_p=min_p)
+        if logprobs and np.isfinite(logits.max()):
+            entry = a.logprobs.view(LOGPROBS)[sequence * a.ring_size + (position + 1) % a.ring_size]
+            found = log_probabilities(logits, token, logprobs - 1)
+            entry["chosen"], top = found[0], len(found[1])
+            entry["tokens"][:top], entry["top"][:top] = found[1:]
+        return token
 
-    for _, position, sequence in sampled_rows(a.live, a.row_count):
-        advance(a, token_of(position, sequence), position, sequence)
+    for row, position, sequence in sampled_rows(a.live, a.row_count):
+        flags = int(a.live[4 * row + _FLAGS])
+        advance(a, token_of(position, sequence, flags), position, sequence)
+
+
+def _allowed(a: Given, sequence: int) -> npt.NDArray[np.bool_]:
+    """Returns whether each token is allowed by the sequence's mask."""
+    words = -(-a.vocabulary // 32)
+    mask = a.masks[sequence * words : (sequence + 1) * words].astype("<u4", copy=False)
+    return np.unpackbits(mask.view(np.uint8), count=a.vocabulary, bitorder="little").view(np.bool_)
 
 
 def advance(a: Given, token: int, position: int, sequence: int) -> None:

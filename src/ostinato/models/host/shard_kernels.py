@@ -55,7 +55,9 @@ def best_of_ranks(a: Given) -> None:
         best = int(a.keys[row * a.ranks : (row + 1) * a.ranks].max())
         one = settings[sequence]
         greedy = one["temperature"] == 0 and one["repetition_penalty"] == 1
-        token = _LOW - (best & _LOW) if greedy and _is_finite(best) else -1
+        names = ("frequency_penalty", "presence_penalty", "biased", "logprobs")
+        plain = greedy and not any(one[name] for name in names)
+        token = _LOW - (best & _LOW) if plain and _is_finite(best) else -1
         advance(a, token, position, sequence)
 
 

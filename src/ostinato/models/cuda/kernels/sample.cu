@@ -15,9 +15,11 @@
 //
 // min_p needs no search: it is a lower limit of the scaled logit.
 //
-// With a repetition penalty the logits are copied, and those of the sequence's tokens are changed in the
-// copy, computed from the model's own logits: a token that is in the history twice is penalised once.  All
-// else, including greedy, uses the copy then.
+// With a penalty, a bias or a mask the logits are copied, minus infinity for tokens that the mask leaves
+// out, and those of the sequence's tokens and of the biases are changed in the copy (`change`).  All else,
+// including greedy, uses the copy then.
+//
+// Log probabilities are those of the model's own logits.  The likeliest tokens are found as the top_k are.
 //
 // Weights are integers, exp(scaled) * 2^SHIFT rounded: sums do not depend on the order of atomics, so a draw
 // gives the same token every time.  The reference sums float32 ratios in float64; the sums differ by some
@@ -77,6 +79,35 @@ struct Workbench {
     u64 total;    // the sum of all bins
 };
 
+constexpr int WIDTH = VOCAB % 4 == 0 ? 4 : 1, VECTORS = VOCAB / WIDTH;
+
+DEVICE void load_vector(float (&values)[WIDTH], const float* logits, int at) {
+    if constexpr (WIDTH == 4) {
+        const float4 v = load_fresh(reinterpret_cast<const float4*>(logits) + at);
+        values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+    } else {
+        values[0] = load_fresh(logits + at);
+    }
+}
+
+// Calls visit(logit, index) for every token, in any order.
+template <class Visit> DEVICE void scan_logits(const float* logits, const Visit& visit) {
+    constexpr int UNROLL = 2;
+    for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
+        float values[UNROLL][WIDTH];
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++)
+            if (start + i * THREADS < VECTORS) load_vector(values[i], logits, start + i * THREADS);
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            const int at = start + i * THREADS;
+            if (at >= VECTORS) continue;
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) visit(values[i][j], at * WIDTH + j);
+        }
+    }
+}
+
 // The tokens of one row: their logits, and the prefix of the order that may be chosen.
 struct Tokens {
     const float* logits;
@@ -90,29 +121,7 @@ struct Tokens {
 
     // Calls visit(scaled logit, index) for every token, in any order.
     template <class Visit> DEVICE void scan(const Visit& visit) const {
-        constexpr int WIDTH = VOCAB % 4 == 0 ? 4 : 1, UNROLL = 2;
-        constexpr int VECTORS = VOCAB / WIDTH;
-        for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
-            float values[UNROLL][WIDTH];
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                const int at = start + i * THREADS;
-                if (at >= VECTORS) continue;
-                if constexpr (WIDTH == 4) {
-                    const float4 v = load_fresh(reinterpret_cast<const float4*>(logits) + at);
-                    values[i][0] = v.x, values[i][1] = v.y, values[i][2] = v.z, values[i][3] = v.w;
-                } else {
-                    values[i][0] = load_fresh(logits + at);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
-                const int at = start + i * THREADS;
-                if (at >= VECTORS) continue;
-#pragma unroll
-                for (int j = 0; j < WIDTH; j++) visit(scaled(values[i][j]), at * WIDTH + j);
-            }
-        }
+        scan_logits(logits, [&](float logit, int index) { visit(scaled(logit), index); });
     }
 };
 
@@ -227,57 +236,152 @@ DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
     return largest_of_warp(lane < WARPS ? bench.warps[lane] : 0);
 }
 
-// Copies the logits to `adjusted`, those of `count` tokens with the penalty.  Returns the largest one's key.
-// Products are rounded separately: contracted with a later subtraction they would differ from
-// `sampling.penalised`.
-DEVICE u64 penalise(Workbench& bench, const float* logits, const int* tokens, int count,
-                    float penalty, float* adjusted) {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < VOCAB; i += THREADS) adjusted[i] = load_fresh(logits + i);
-    __syncthreads();
+// What a row's logits are changed by, and the copy in which they are.
+struct Changes {
+    const int* history;
+    const int2* biases;
+    const u32* mask;  // null without
+    float* adjusted;
+};
+
+// In the copy, a token of the history is a count before it is a logit again: a NaN whose lower bits say how
+// often the answer has the token.  No logit is NaN here.
+constexpr u32 NONE = 0x7fc00000;
+DEVICE bool is_count(u32 word) { return word - NONE < 1u << 22; }
+
+// Changes the logits of the history's tokens in the copy, each once, and then those of the biases.  Each
+// operation is rounded separately, as in `sampling.changed`.  Tokens that are left out stay so.
+DEVICE void change(const Options& options, const float* logits, const Changes& to, int position) {
+    const float penalty = static_cast<float>(options.repetition_penalty);
+    const float frequency = options.frequency_penalty, presence = options.presence_penalty;
+    u32* const words = reinterpret_cast<u32*>(to.adjusted);
+    const int first = static_cast<int>(threadIdx.x), answer = options.answer;
+    const int start = penalty != 1.0f ? 0 : answer;
+    if (options.penalises()) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        const int token = load_fresh(tokens + i);
-        const float logit = load_fresh(logits + token);
-        adjusted[token] = logit < 0.0f ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
+        for (int i = start + first; i <= position; i += THREADS) {
+            const int token = load_fresh(to.history + i);
+            if (load_fresh(to.adjusted + token) != MINUS_INFINITY) words[token] = NONE;
+        }
+        __syncthreads();
+#pragma unroll 4
+        for (int i = answer + first; i <= position; i += THREADS) {
+            const int token = load_fresh(to.history + i);
+            if (is_count(load_fresh(words + token))) atomicAdd(words + token, 1u);
+        }
+        __syncthreads();
+#pragma unroll 4
+        for (int i = start + first; i <= position; i += THREADS) {
+            const int token = load_fresh(to.history + i);
+            const u32 word = load_fresh(words + token);
+            if (!is_count(word)) continue;  // another thread has the same token
+            const float count = static_cast<float>(word - NONE), logit = load_fresh(logits + token);
+            float value = logit < 0.0f ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
+            value = __fsub_rn(value, __fmul_rn(frequency, count));
+            if (word != NONE) value = __fsub_rn(value, presence);
+            to.adjusted[token] = value;
+        }
+        __syncthreads();
+    }
+    for (int i = first; i < options.biased; i += THREADS) {
+        const int2 one = to.biases[i];
+        to.adjusted[one.x] = __fadd_rn(load_fresh(to.adjusted + one.x), __uint_as_float(one.y));
     }
     __syncthreads();
+}
+
+// Copies the logits, and changes them.  Returns the key of the largest.
+DEVICE u64 copy_changed(Workbench& bench, const Options& options, const float* logits,
+                        const Changes& to, int position) {
+    constexpr int UNROLL = 4;  // loads before the first store, which later loads do not pass
     u64 key = 0;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < VOCAB; i += THREADS)
-        key = largest(key, logit_key(load_fresh(adjusted + i), i));
+    for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
+        float values[UNROLL][WIDTH];
+        u32 allowed[UNROLL];
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            const int at = start + i * THREADS, first = at * WIDTH;
+            if (at >= VECTORS) continue;
+            load_vector(values[i], logits, at);
+            allowed[i] = to.mask ? load_fresh(to.mask + first / 32) >> first % 32 : ~0u;
+        }
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) {
+            const int at = start + i * THREADS;
+            if (at >= VECTORS) continue;
+#pragma unroll
+            for (int j = 0; j < WIDTH; j++) {
+                if (!(allowed[i] >> j & 1)) values[i][j] = MINUS_INFINITY;
+                key = largest(key, logit_key(values[i][j], at * WIDTH + j));
+            }
+            if constexpr (WIDTH == 4)
+                reinterpret_cast<float4*>(to.adjusted)[at] =
+                    make_float4(values[i][0], values[i][1], values[i][2], values[i][3]);
+            else
+                to.adjusted[at] = values[i][0];
+        }
+    }
+    __syncthreads();  // before other threads read the copy
+    if (options.penalises() || options.biased) {
+        change(options, logits, to, position);
+        key = 0;
+        scan_logits(to.adjusted, [&](float logit, int index) {
+            key = largest(key, logit_key(logit, index));
+        });
+    }
     return largest_of_block(bench, key);
 }
 
-DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* logits,
-                      const Options* options, const u64* keys, const int* history, float* adjusted) {
-    const int thread = threadIdx.x;
-    const Row& row = sampled.row;
-    const double temperature = sampled.temperature, penalty = sampled.repetition_penalty;
-    u64 key = 0;
-#pragma unroll 4
-    for (int i = thread; i < HEAD_BLOCKS; i += THREADS) key = largest(key, load_fresh(keys + i));
-    key = largest_of_block(bench, key);
-    if (key == NAN_KEY) return -1;
-    if (penalty != 1.0) {
-        key = penalise(bench, logits, history, row.position + 1, static_cast<float>(penalty),
-                       adjusted);
-        logits = adjusted;
-    }
-    const int best = static_cast<int>(0xffffffffu - static_cast<u32>(key));
-    const float logit = from_ordered(static_cast<u32>(key >> 32));
-    if (isinf(logit)) return -1;
-    if (temperature == 0.0) return best;
-    __syncthreads();  // before the bench is reused
+struct Logprobs {  // program.LOGPROBS
+    float chosen;
+    int tokens[MOST_LOGPROBS];
+    float top[MOST_LOGPROBS];
+};
 
-    Tokens tokens{logits, logit, static_cast<float>(temperature), 0};
-    const int top_k = options[row.sequence].top_k;
-    const double top_p = options[row.sequence].top_p;
+// Writes the log probabilities of a token and of the `count` likeliest ones.  `best`: the largest logit.
+DEVICE void write_logprobs(Workbench& bench, const float* logits, float best, int token, int count,
+                           Logprobs& found) {
+    Tokens tokens{logits, best, 1.0f, 0};
+    fill_bins<false>(bench, tokens);
+    find_bin(bench, 1);
+    const double mass = log(static_cast<double>(bench.total) / static_cast<double>(1ull << SHIFT));
+    auto log_probability = [&](float scaled) {
+        return static_cast<float>(static_cast<double>(scaled) - mass);
+    };
+    if (threadIdx.x == 0) found.chosen = log_probability(tokens.scaled(load_fresh(logits + token)));
+    if (count) {
+        fill_bins<true>(bench, tokens);
+        const Place last = find_token<true>(bench, tokens, count);
+        if (threadIdx.x == 0) bench.listed = 0;
+        __syncthreads();
+        tokens.scan([&](float scaled, int index) {
+            const Place place = place_of(scaled, index);
+            if (place >= last) bench.list[atomicAdd(&bench.listed, 1)] = place;
+        });
+        __syncthreads();
+        if (threadIdx.x < count) {
+            const Place own = bench.list[threadIdx.x];
+            int rank = 0;
+            for (int i = 0; i < count; i++) rank += bench.list[i] > own;
+            found.tokens[rank] = index_of(own);
+            found.top[rank] = log_probability(scaled_of(own));
+        }
+    }
+    __threadfence_system();  // before the token, at which the host begins to read
+    __syncthreads();
+}
+
+// Draws a token by temperature, top_k, top_p and min_p.  `best`: the largest logit.
+DEVICE int draw_token(Workbench& bench, const Options& options, const float* logits, float best,
+                      int position) {
+    Tokens tokens{logits, best, static_cast<float>(options.temperature), 0};
+    const int top_k = options.top_k;
+    const double top_p = options.top_p;
     if (top_k > 0 && top_k < VOCAB) {
         fill_bins<true>(bench, tokens);
         tokens.last = find_token<true>(bench, tokens, top_k);
     }
-    const double min_p = options[row.sequence].min_p;
+    const double min_p = options.min_p;
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     u64 mass = bench.total;
@@ -295,9 +399,41 @@ DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* 
         mass = bench.total;
     }
     // floor(uniform * mass), exactly: 24 bits times 62.
-    const u64 u = draw(options[row.sequence].seed, static_cast<u32>(row.position + 1));
+    const u64 u = draw(options.seed, static_cast<u32>(position + 1));
     const u64 drawn = __umul64hi(u << 40, mass);
     return index_of(find_token<false>(bench, tokens, drawn + 1));
+}
+
+DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* logits,
+                      const Options* options, const u64* keys, const Changes& to, int* logprobs,
+                      u32 ring_size) {
+    const int thread = threadIdx.x;
+    const Row& row = sampled.row;
+    u64 key = 0;
+#pragma unroll 4
+    for (int i = thread; i < HEAD_BLOCKS; i += THREADS) key = largest(key, load_fresh(keys + i));
+    key = largest_of_block(bench, key);
+    if (key == NAN_KEY) return -1;
+    const Options& own = options[row.sequence];
+    const float best = from_ordered(static_cast<u32>(key >> 32));  // of the model's own logits
+    const float* used = logits;
+    if (!sampled.plain && (to.mask || own.penalises() || own.biased)) {
+        key = copy_changed(bench, own, logits, to, row.position);
+        used = to.adjusted;
+    }
+    const float logit = from_ordered(static_cast<u32>(key >> 32));
+    if (isinf(logit)) return -1;
+    int token = static_cast<int>(0xffffffffu - static_cast<u32>(key));
+    if (sampled.plain) return token;
+    if (own.temperature != 0.0) {
+        __syncthreads();  // before the bench is reused
+        token = draw_token(bench, own, used, logit, row.position);
+    }
+    if (own.logprobs && !isinf(best)) {
+        Logprobs* const ring = reinterpret_cast<Logprobs*>(logprobs);
+        write_logprobs(bench, logits, best, token, own.logprobs - 1, ring[(row.position + 1) % ring_size]);
+    }
+    return token;
 }
 
 #ifdef RANKS
@@ -305,15 +441,16 @@ DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* 
 static_assert(HEAD_BLOCKS == RANKS, "a key a rank");
 KERNEL __launch_bounds__(THREADS, 1)
     sample_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
-                    int* state, int2* ring, const int* history, float* adjusted, const u64* keys,
-                    u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
-                    u32 ranks) {
+                    int* state, int2* ring, const int* history, float* adjusted, const int2* biases,
+                    const u32* masks, int* logprobs, const u64* keys, u32 row_count, u32 vocabulary,
+                    u32 stop_count, u32 context, u32 ring_size, u32 ranks) {
     constexpr bool EARLY = false;  // other ranks' keys are not written by kernels of this step
 #else
 KERNEL __launch_bounds__(THREADS, 1)
     sample(const int* live, const float* logits, const Options* options, const int* stops, int* state,
-           int2* ring, const int* history, float* adjusted, float* workspace, u32 row_count,
-           u32 vocabulary, u32 stop_count, u32 context, u32 ring_size) {
+           int2* ring, const int* history, float* adjusted, const int2* biases, const u32* masks,
+           int* logprobs, float* workspace, u32 row_count, u32 vocabulary, u32 stop_count, u32 context,
+           u32 ring_size) {
     constexpr bool EARLY = PREVIOUS_STARTS != AT_START;  // then `embed` has ended
     const u64* const keys = keys_of(workspace);
 #endif
@@ -327,9 +464,14 @@ KERNEL __launch_bounds__(THREADS, 1)
     start_next_at<AFTER_WAIT>();
     if (!sampled.wanted) return;
     const long long sequence = sampled.row.sequence;
-    const int token = sample_row(bench, sampled, logits + sequence * VOCAB, options,
-                                 keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS,
-                                 history + sequence * context, adjusted + sequence * VOCAB);
+    const bool masked = sampled.row.flags & MASKED;
+    const Changes to{history + sequence * context, biases + sequence * MOST_BIASES,
+                     masked ? masks + sequence * ceil_div(VOCAB, 32) : nullptr,
+                     adjusted + sequence * VOCAB};
+    const int token =
+        sample_row(bench, sampled, logits + sequence * VOCAB, options,
+                   keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS, to,
+                   logprobs + sequence * ring_size * (sizeof(Logprobs) / sizeof(int)), ring_size);
     if (threadIdx.x < 32)
         advance(sampled.row, token, endings[threadIdx.x], state, ring, context, ring_size);
     start_next_at<BEFORE_OUTPUT>();

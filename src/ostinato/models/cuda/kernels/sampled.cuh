@@ -9,20 +9,28 @@ struct alignas(16) Options {  // program.OPTIONS
     u64 seed;
     int top_k, limit;
     double min_p, repetition_penalty;
+    float frequency_penalty, presence_penalty;
+    int answer;
+    short biased, logprobs;
+
+    DEVICE bool penalises() const {
+        return repetition_penalty != 1.0 || frequency_penalty != 0.0f || presence_penalty != 0.0f;
+    }
+    // True if the model's likeliest token is to be chosen, and nothing else is to be done.
+    DEVICE bool plain() const {
+        return temperature == 0.0 && !penalises() && biased == 0 && logprobs == 0;
+    }
 };
 
 // The row of a block.
 struct SampledRow {
     Row row;
-    bool wanted;
-    double temperature = 0.0, repetition_penalty = 1.0;
+    bool wanted, plain = true;
 
     DEVICE SampledRow(const int* live, const Options* options)
         : row(load_row(live, blockIdx.x)),
           wanted((row.flags & (ACTIVE | SAMPLE)) == (ACTIVE | SAMPLE)) {
-        if (!wanted) return;
-        temperature = options[row.sequence].temperature;
-        repetition_penalty = options[row.sequence].repetition_penalty;
+        if (wanted) plain = !(row.flags & MASKED) && options[row.sequence].plain();
     }
 };
 

@@ -31,7 +31,8 @@ KERNEL __launch_bounds__(32)
 // A row that is not greedy needs more than the best logit: it gets no token (-1), as for NaN and infinity.
 KERNEL __launch_bounds__(32)
     best_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
-                  int* state, int2* ring, const int* history, float* adjusted, const u64* keys,
+                  int* state, int2* ring, const int* history, float* adjusted, const int2* biases,
+                  const u32* masks, int* logprobs, const u64* keys,
                   u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
                   u32 ranks) {
     start_next_at<AT_START>();
@@ -44,9 +45,8 @@ KERNEL __launch_bounds__(32)
     for (int i = threadIdx.x; i < RANKS; i += 32)
         key = largest(key, load_fresh(keys + static_cast<long long>(blockIdx.x) * RANKS + i));
     key = largest_of_warp(key);
-    const bool greedy = sampled.temperature == 0.0 && sampled.repetition_penalty == 1.0;
     const bool infinite = isinf(from_ordered(static_cast<u32>(key >> 32)));
-    const bool usable = greedy && key != NAN_KEY && !infinite;
+    const bool usable = sampled.plain && key != NAN_KEY && !infinite;
     const int token = usable ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
     advance(sampled.row, token, ending, state, ring, context, ring_size);
 }
