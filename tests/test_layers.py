@@ -54,6 +54,7 @@ HOMES = {
     "triton": ("interop/triton.py",),
     "transformers": ("interop/transformers/",),
     "llama_cpp": (),
+    "llguidance": ("serve",),
     "starlette": ("serve",),
     "uvicorn": ("serve",),
     "h11": ("serve",),

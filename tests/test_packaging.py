@@ -52,7 +52,7 @@ def test_what_tests_of_the_server_skip_without_is_installed_for_them() -> None:
     clients = {"openai", "langchain-openai", "llm"}
     assert clients <= {need.partition(">")[0] for need in extras["dev"]}
     needs = {need.partition(">")[0] for need in extras["serve"]}
-    assert needs == {"starlette", "uvicorn", "h11", "prometheus-client"}
+    assert needs == {"starlette", "uvicorn", "h11", "prometheus-client", "llguidance"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     installed = [found.split(",") for found in re.findall(r'-e "\.\[(.+?)\]"', makefile)]
     assert any({"dev", "llm", "serve"} <= set(extras) for extras in installed)

@@ -91,10 +91,10 @@ def test_short_prompts_that_wait_are_read_in_one_step(
     decoder, read = generator.decoder, []
     together = decoder.prefill_batch
 
-    def seen(prompts: Any) -> dict[int, int]:
+    def seen(prompts: Any, **given: Any) -> dict[int, int]:
         if engine.ready:
             read.append([len(tokens) for tokens in prompts.values()])
-        return together(prompts)
+        return together(prompts, **given)
 
     jobs = [
         job(generator, text, 6, seed=n, **HOT)

@@ -291,7 +291,7 @@ def item(**fields: object) -> dict[str, object]:
         ({"metadata": {"\ud800": "a"}}, "metadata", "a lone surrogate"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "this server stores nothing"),
         ({"conversation": {"id": "conv_1"}}, "conversation", "this server stores nothing"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "not supported"),
+        ({"text": {"format": {"type": "xml"}}}, "text", "must be an object with the type"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools", "must have the type function"),
         ({"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools", "strict is not"),

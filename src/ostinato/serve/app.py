@@ -31,10 +31,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ostinato.errors import InputError, ModelError, OstinatoError
-from ostinato.models import SamplingOptions
+from ostinato.errors import InputError, ModelError, NotAvailableError, OstinatoError
+from ostinato.models import SamplingOptions, TokenLogprobs
 from ostinato.serve.calls import CallReader, ToolCall, ToolFormat, find_format
 from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
+from ostinato.serve.grammar import Grammar, GrammarCompiler
+from ostinato.serve.logprobs import CompletionLogprobs, chat_logprobs, joined
 from ostinato.serve.metrics import CONTENT_TYPE, Metrics
 from ostinato.serve.page import page_response
 from ostinato.serve.protocol import (
@@ -43,6 +45,7 @@ from ostinato.serve.protocol import (
     CompletionRequest,
     Kind,
     Prompt,
+    WantedGrammar,
     answer_object,
     call_chunks,
     chunk_object,
@@ -269,6 +272,13 @@ class Service:
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
         what = _PROMPT_FIELDS[wanted.kind]
         jobs: list[Job] = []
+        for token, _ in wanted.sampling.logit_bias:
+            if token >= vocabulary:
+                raise ApiError(
+                    400,
+                    f"logit_bias: there are token ids 0 to {vocabulary - 1} only",
+                    param="logit_bias",
+                )
         for prompt in wanted.prompts:
             if _size(prompt) > context * _CHARACTERS_PER_TOKEN:
                 raise ApiError(
@@ -294,12 +304,50 @@ class Service:
                     param=what,
                     code="context_length_exceeded",
                 )
+            if wanted.echo and wanted.logprobs is not None:
+                ends = {*tokens[1:]} & {*decoder.stop_tokens}
+                if ends:
+                    raise ApiError(
+                        400,
+                        f"the prompt has the end token {min(ends)}, at which its log probabilities "
+                        "would end; leave it out, or ask for no logprobs of it (echo)",
+                        param="echo",
+                    )
             most = self._max_tokens(wanted, context + 1 - len(tokens))
             for _ in range(wanted.n):
                 sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
                 continues = not isinstance(prompt, Chat) or prompt.continue_last
-                jobs.append(Job(tokens, most, sampling, wanted.stop, continues, shown))
+                grammar = self._grammar(wanted.grammar)
+                jobs.append(
+                    Job(
+                        tokens,
+                        most,
+                        sampling,
+                        wanted.stop,
+                        # A grammar's text is kept to the byte.
+                        continues or grammar is not None,
+                        shown,
+                        wanted.logprobs,
+                        wanted.echo and wanted.logprobs is not None,
+                        grammar,
+                    )
+                )
         return jobs
+
+    def _grammar(self, wanted: WantedGrammar | None) -> Grammar | None:
+        if wanted is None:
+            return None
+        try:
+            return self._grammars.compile(wanted.kind, wanted.text)
+        except (InputError, NotAvailableError) as error:
+            param = wanted.param
+            raise ApiError(400, f"{param}: {error}", param=param) from None
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        generator = self.engine.generator
+        decoder = generator.decoder
+        return GrammarCompiler(generator.tokenizer, decoder.config.vocabulary, decoder.stop_tokens)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -633,6 +681,10 @@ class _Answering(Response):
             names = {tool["function"]["name"] for tool in chat.tools}
             read = partial(CallReader, service.tool_format, names, one=chat.one_call)
             self._readers = [read() for _ in jobs]
+        self._begun: dict[int, CompletionLogprobs] = {}
+        """The answers of which `_more` was asked, by index."""
+        self._fresh: dict[int, tuple[TokenLogprobs, ...]] = {}
+        """The log probabilities of which `_more` was not asked yet, by index."""
         self._status = 499
         self._head = {
             "id": _ID_PREFIXES[wanted.kind] + secrets.token_hex(12),
@@ -678,6 +730,7 @@ class _Answering(Response):
                 self._calls[index] += [one for one in pieces if isinstance(one, ToolCall)]
                 if reader.over:
                     self._service.engine.cancel(self._numbers[index : index + 1])
+            self._fresh[index] = self._fresh.get(index, ()) + update.logprobs
             self._answers[index] = self._answers[index] + update
             self._open -= update.end is not None
             found[index] = pieces, update.end
@@ -702,16 +755,36 @@ class _Answering(Response):
 
     def _found(self) -> dict[str, Any]:
         """Returns the body of the complete answer."""
+        more = [self._more(index) for index in range(len(self._answers))]
         choices = [
-            (update.text, calls, update.end or End.STOP)
-            for update, calls in zip(self._answers, self._calls, strict=True)
+            (lead + update.text, calls, update.end or End.STOP)
+            for (lead, _), update, calls in zip(more, self._answers, self._calls, strict=True)
         ]
-        return answer_object(self._wanted.kind, self._head, choices, self._usage())
+        logprobs = [found for _, found in more]
+        return answer_object(self._wanted.kind, self._head, choices, self._usage(), logprobs)
+
+    def _more(self, index: int) -> tuple[str, dict[str, Any] | None]:
+        """Returns the text before what is new of an answer, the prompt where that is to be echoed,
+        and the logprobs object of its new tokens."""
+        wanted, job = self._wanted, self._jobs[index]
+        tokenizer = self._service.engine.generator.tokenizer
+        lead, found, first = "", self._fresh.pop(index, ()), index not in self._begun
+        if first:
+            self._begun[index] = CompletionLogprobs(tokenizer, continues=not wanted.echo)
+            if wanted.echo:
+                prompt = wanted.prompts[index // wanted.n]
+                lead = prompt if isinstance(prompt, str) else tokenizer.decode(job.tokens)
+        if wanted.logprobs is None or not (found or (first and wanted.echo)):
+            return lead, None
+        if wanted.kind == "chat":
+            return lead, chat_logprobs(tokenizer, found)
+        more = self._begun[index].begin(job.tokens[0]) if first and wanted.echo else None
+        rest = self._begun[index].more(found)
+        return lead, rest if more is None else joined(more, rest)
 
     async def _stream(self, send: Send) -> None:
         """Streams the answers.  The status is sent first, so later errors are events."""
         kind = self._wanted.kind
-        begun: set[int] = set()
         await self._start(send, 200, _EVENT_STREAM)
         sent = time.monotonic()
         try:
@@ -719,16 +792,18 @@ class _Answering(Response):
                 new = await self._take(_COMMENT_SECONDS)
                 events = []
                 for index, (pieces, end) in new.items():
-                    first = kind == "chat" and index not in begun
-                    begun.add(index)
-                    if first and not (pieces and isinstance(pieces[0], str)):
+                    first = kind == "chat" and index not in self._begun
+                    lead, logprobs = self._more(index)
+                    if lead:
+                        pieces = [lead, *pieces]
+                    if (first or logprobs) and not (pieces and isinstance(pieces[0], str)):
                         pieces = ["", *pieces]
                     make = partial(chunk_object, kind, self._head, index)
                     calls = self._calls[index]
                     for piece in pieces:
                         if isinstance(piece, str):
-                            events.append(make(piece, first=first))
-                            first = False
+                            events.append(make(piece, first=first, logprobs=logprobs))
+                            first, logprobs = False, None
                         else:
                             events += call_chunks(self._head, index, calls.index(piece), piece)
                     if end is not None:

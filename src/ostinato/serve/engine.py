@@ -19,15 +19,26 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from ostinato.errors import ContextPoisonedError, GroupError, LogitsError, OstinatoError
 from ostinato.lowlevel import Closeable
-from ostinato.models import AnswerText, DecoderStatistics, SamplingOptions, TextGenerator
+from ostinato.models import (
+    AnswerText,
+    DecoderStatistics,
+    SamplingOptions,
+    TextGenerator,
+    TokenLogprobs,
+    TokenMasks,
+)
 from ostinato.modules import ModuleCacheStatistics
+from ostinato.serve.grammar import Grammar, fill_masks
 from ostinato.serve.scheduler import Admit, Decode, Read, Scheduler, SchedulerAction
 
 _log = logging.getLogger(__name__)
@@ -62,7 +73,11 @@ class Job:
     """One answer to generate.  `tokens`: the prompt, at least one token, all within the vocabulary.
     The answer ends after `max_tokens` tokens or at the end of the context.  `continues`: the answer
     continues the prompt's text, rather than being a turn of a chat.  `shown`: special tokens whose
-    text the answer has."""
+    text the answer has.  `logprobs`: the number of likeliest tokens that are wanted with each
+    token; None for no log probabilities.  `prompt_logprobs`: they are also wanted of the prompt's
+    tokens from the second on, none of which may be an end token; these are computed one by one, in
+    the steps of the other answers.  `grammar`: what the answer must match; no other job may have
+    it."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -70,6 +85,9 @@ class Job:
     stop: tuple[str, ...] = ()
     continues: bool = False
     shown: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +96,8 @@ class Update:
 
     `tokens`: number of tokens chosen.  `cached`: number of prompt tokens that a slot's KV cache
     already held; valid from the first token on.  `words`: the error text if `end` is FAILED.
+    `logprobs`: of the tokens that were asked for, the prompt's first, in order; without the end
+    token.
     """
 
     text: str = ""
@@ -85,6 +105,7 @@ class Update:
     cached: int = 0
     end: End | None = None
     words: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     def __add__(self, other: Update) -> Update:
         return Update(
@@ -93,6 +114,7 @@ class Update:
             max(self.cached, other.cached),
             self.end or other.end,
             self.words or other.words,
+            self.logprobs + other.logprobs,
         )
 
 
@@ -153,6 +175,9 @@ class _Entry:
     first: float | None = None
     cached: int = 0
     tokens: int = 0
+    forced: deque[int] = field(default_factory=deque)
+    """The rest of the prompt, where its log probabilities are wanted: the next tokens, which are
+    chosen by masks that allow nothing else."""
 
 
 _COUNTED = (
@@ -265,9 +290,12 @@ class ServingEngine(Closeable):
                 return refused
             numbers = []
             for job, listener, text in zip(jobs, listeners, texts, strict=True):
-                number = self._scheduler.submit(job.tokens, deadline)
+                begin = job.tokens[:1] if job.prompt_logprobs else job.tokens
+                number = self._scheduler.submit(begin, deadline)
                 assert number is not None, "there was room"
-                self._entries[number] = _Entry(job, listener, text, now)
+                entry = _Entry(job, listener, text, now)
+                entry.forced.extend(job.tokens[len(begin) :])
+                self._entries[number] = entry
                 numbers.append(number)
             self._counts["submitted"] += len(jobs)
             self._changed.notify()
@@ -459,7 +487,13 @@ class ServingEngine(Closeable):
                 decoder.copy_prefix(action.kept, action.source, action.slot)
             # The last token of the answer is at position prompt + max_tokens - 1.
             limit = len(job.tokens) + job.max_tokens - 1
-            decoder.set_sampling(job.sampling, action.slot, limit=limit)
+            decoder.set_sampling(
+                job.sampling,
+                action.slot,
+                limit=limit,
+                answer=len(job.tokens),
+                logprobs=job.logprobs,
+            )
         except BaseException as error:
             with self._lock:  # ended here: the caller ends only requests that have a slot
                 self._end(action.request, End.FAILED, str(error))
@@ -482,7 +516,7 @@ class ServingEngine(Closeable):
 
     def _read_together(self) -> None:
         pieces, self._together = self._together, {}
-        chosen = self._decoder.prefill_batch(pieces)
+        chosen = self._decoder.prefill_batch(pieces, masks=self._masks(pieces))
         with self._lock:
             self._took(chosen)
         self._flush()
@@ -503,7 +537,40 @@ class ServingEngine(Closeable):
             self._scheduler.was_read(action)
         self._flush()
 
+    def _masks(self, slots: Iterable[int]) -> TokenMasks | None:
+        """Returns the masks of the next step for those of the slots whose answers need one."""
+        needed: dict[int, _Entry] = {}
+        with self._lock:
+            for slot in slots:
+                number = self._scheduler.request_in(slot)
+                entry = None if number is None else self._entries.get(number)
+                if entry is not None and (entry.forced or entry.job.grammar is not None):
+                    needed[slot] = entry
+
+        def fill(words: npt.NDArray[np.uint32]) -> None:
+            grammars: dict[int, Grammar] = {}
+            for slot, entry in needed.items():
+                if entry.forced:
+                    words[slot] = 0
+                    words[slot, entry.forced[0] // 32] = 1 << entry.forced[0] % 32
+                elif entry.job.grammar is not None:
+                    grammars[slot] = entry.job.grammar
+            if grammars:
+                fill_masks(grammars, words)
+
+        return TokenMasks(tuple(needed), fill) if needed else None
+
     def _decode(self, action: Decode) -> None:
+        masks = self._masks(action.slots)
+        if masks is not None:  # the next masks depend on these tokens: no step is launched ahead
+            chosen = self._decoder.decode_batch(action.slots, masks=masks)
+            with self._lock:
+                self._counts["steps"] += 1
+                self._counts["step_rows"] += len(chosen)
+                self._scheduler.stepped()
+                self._took(dict(zip(action.slots, chosen, strict=True)))
+            self._flush()
+            return
         run = self._decoder.run_batch(action.slots, count=1 if action.single else None)
         rows = self._buckets.bucket(len(action.slots))
         look, finished = 0.0, action.single
@@ -540,27 +607,40 @@ class ServingEngine(Closeable):
                 continue  # the request ended after this step was launched
             scheduler.chosen(slot, token)
             entry = self._entries[number]
+            logprobs = () if entry.job.logprobs is None else (decoder.logprobs(slot),)
+            if entry.forced:
+                entry.forced.popleft()
+                self._counts["prompt_tokens"] += 1
+                self._note(number, entry, Update(logprobs=logprobs), urgent=False)
+                continue
             entry.tokens += 1
             self._counts["answer_tokens"] += 1
             if entry.first is None:
                 entry.first = now
             ended = token in decoder.stop_tokens
-            last = ended or decoder.stopped(slot)
+            grammar = entry.job.grammar
+            complete = grammar is not None and grammar.take(token)
+            if grammar is not None and grammar.error:
+                self._end(number, End.FAILED, f"its grammar: {grammar.error[:500]}")
+                continue
+            last = ended or complete or decoder.stopped(slot)
             try:
                 text, stopped = entry.text.push(token, last=last)
             except OstinatoError as error:
                 self._end(number, End.FAILED, str(error))
                 continue
             end = None
-            if stopped or ended:
+            if stopped or ended or complete:
                 end = End.STOP
             elif last:
                 end = End.LENGTH
-            self._note(number, entry, Update(text, 1, entry.cached), entry.tokens == 1)
+            given = () if ended else logprobs
+            update = Update(text, 1, entry.cached, logprobs=given)
+            self._note(number, entry, update, urgent=entry.tokens == 1)
             if end is not None:
                 self._end(number, end)
 
-    def _note(self, number: int, entry: _Entry, update: Update, urgent: bool) -> None:
+    def _note(self, number: int, entry: _Entry, update: Update, *, urgent: bool) -> None:
         _, before = self._updates.get(number, (None, Update()))
         self._updates[number] = entry.listener, before + update
         if urgent:
@@ -576,7 +656,7 @@ class ServingEngine(Closeable):
         began = entry.began
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
         timing = Timing(placed, first, time.monotonic() - began, entry.tokens)
-        self._note(number, entry, Update(cached=entry.cached, end=end, words=words), True)
+        self._note(number, entry, Update(cached=entry.cached, end=end, words=words), urgent=True)
         listener, update = self._updates[number]
 
         def last(update: Update) -> None:

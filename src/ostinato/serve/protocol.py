@@ -21,6 +21,7 @@ from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
 from ostinato.serve.calls import ToolCall
 from ostinato.serve.engine import End
+from ostinato.serve.grammar import GrammarKind
 
 T = TypeVar("T")
 Kind = Literal["chat", "completion", "response"]
@@ -35,6 +36,7 @@ _LONGEST_METADATA = 512
 _MOST_SEED = 1 << 64
 _MOST_TOOLS = 128
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MOST_LOGPROBS = 20
 _MOST_PROMPTS = 1 << 12
 """A limit for every server: checking millions of prompts takes seconds."""
 
@@ -43,19 +45,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({}, []),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
@@ -73,15 +68,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stop_token_ids": ([],),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     # llama-server
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
-    "grammar": ("",),
     "id_slot": (-1,),
-    "json_schema": (),
     "min_keep": (0,),
     "mirostat": (0,),
     "n_probs": (0,),
@@ -105,7 +97,6 @@ _NEUTRAL_IN_RESPONSES: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "prompt_cache_options": (),
     "reasoning": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
@@ -181,12 +172,23 @@ Prompt: TypeAlias = Chat | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class WantedGrammar:
+    """A text for `GrammarCompiler.compile`, and the field of the request that has it."""
+
+    param: str
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionRequest:
     """A valid request.
 
     `prompts`: a chat, texts, or token ids; each gets `n` answers.  `max_tokens`: None if the
     request sets no limit.  `sampling`: its seed is the first answer's if `seeded`; otherwise each
     answer gets a fresh seed.  `repeated`: fields of the request that the answer repeats.
+    `logprobs`: the number of likeliest tokens to tell with each token; None for no log
+    probabilities.  `echo`: the answer begins with the prompt.  `grammar`: what it must match.
     """
 
     kind: Kind
@@ -200,6 +202,9 @@ class CompletionRequest:
     stream: bool
     usage: bool
     repeated: Mapping[str, object] = field(default_factory=dict)
+    logprobs: int | None = None
+    echo: bool = False
+    grammar: WantedGrammar | None = None
 
     def sampling_of(self, number: int, fresh: Callable[[], int]) -> SamplingOptions:
         """Returns the options of answer `number`; `fresh` makes a seed if the request has none."""
@@ -240,6 +245,9 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     if model is None:
         raise ApiError(400, "model is missing", param="model")
     prompts, most, repeated = _TAKE[kind](fields)
+    grammar = None if kind == "response" else _take_grammar(fields)
+    if kind == "response" and (found := _response_format(repeated["text"]["format"])) is not None:
+        grammar = WantedGrammar("text", *found)
     seed = fields.take("seed", _integer, None)
     stream = fields.take("stream", _flag, False)
     options = fields.take("stream_options", _stream_options, None)
@@ -253,6 +261,9 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
         "repetition_penalty": fields.take(
             "repetition_penalty", _number, fields.take("repeat_penalty", _no_penalty, None)
         ),
+        "frequency_penalty": fields.take("frequency_penalty", _number, None),
+        "presence_penalty": fields.take("presence_penalty", _number, None),
+        "logit_bias": fields.take("logit_bias", _biases, None),
         "seed": 0 if seed is None else seed % _MOST_SEED,
     }
     if named["top_p"] == 0:  # only the likeliest token is left
@@ -269,12 +280,15 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
         stream=stream,
         usage=bool(options),
         repeated=repeated,
+        logprobs=_take_logprobs(fields, kind),
+        echo=_take_echo(fields, kind),
+        grammar=grammar,
     )
     fields.end(_NEUTRAL_IN_RESPONSES if kind == "response" else _NEUTRAL)
     return wanted
 
 
-_Taken: TypeAlias = tuple[tuple[Prompt, ...], int | None, Mapping[str, object]]
+_Taken: TypeAlias = tuple[tuple[Prompt, ...], int | None, Mapping[str, Any]]
 """Prompts, max_tokens, and the fields that the answer repeats."""
 
 
@@ -331,6 +345,7 @@ def _take_response(fields: _Fields) -> _Taken:
         "instructions": instructions,
         "max_output_tokens": most,
         "metadata": fields.take("metadata", _metadata, nothing),
+        "text": fields.take("text", _text_format, {"format": {"type": "text"}}),
     }
     chat = _take_tools(fields, Chat(messages, _take_template_args(fields)), repeated)
     return (chat,), most, repeated
@@ -352,6 +367,46 @@ def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None 
 def _take_template_args(fields: _Fields) -> Mapping[str, object]:
     none: Mapping[str, object] = {}
     return fields.take("chat_template_kwargs", _template_args, none)
+
+
+def _take_logprobs(fields: _Fields, kind: Kind) -> int | None:
+    if kind == "response":
+        return None
+    if kind == "completion":
+        if fields.take("top_logprobs", _integer, 0):
+            raise ApiError(
+                400, "top_logprobs is for chats; logprobs has the number", param="top_logprobs"
+            )
+        return fields.take("logprobs", _logprobs, None)
+    wanted = fields.take("logprobs", _flag, False)
+    top = fields.take("top_logprobs", _integer, 0)
+    if not 0 <= top <= _MOST_LOGPROBS:
+        raise ApiError(400, f"top_logprobs must be 0 to {_MOST_LOGPROBS}", param="top_logprobs")
+    if top and not wanted:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    return top if wanted else None
+
+
+def _take_echo(fields: _Fields, kind: Kind) -> bool:
+    echo = kind != "response" and fields.take("echo", _flag, False)
+    if echo and kind == "chat":
+        raise ApiError(400, "echo is for completions", param="echo", code="unsupported_parameter")
+    return echo
+
+
+def _take_grammar(fields: _Fields) -> WantedGrammar | None:
+    """Returns what the answer must match: at most one field may say it."""
+    named = {
+        "response_format": fields.take("response_format", _response_format, None),
+        "structured_outputs": fields.take("structured_outputs", _structured_outputs, None),
+        "json_schema": fields.take("json_schema", _schema, None),
+        "grammar": fields.take("grammar", _grammar, None),
+    }
+    given = [WantedGrammar(name, *value) for name, value in named.items() if value is not None]
+    if len(given) > 1:
+        one, other = (each.param for each in given[:2])
+        raise ApiError(400, f"{other} is one too many beside {one}", param=other)
+    return given[0] if given else None
 
 
 _TAKE: dict[Kind, Callable[[_Fields], _Taken]] = {
@@ -469,6 +524,92 @@ def _number(value: object) -> float:
     if not math.isfinite(found):
         raise ValueError("must be a finite number")
     return found
+
+
+def _logprobs(value: object) -> int | None:
+    """Returns the number of likeliest tokens; None for false, which vLLM accepts."""
+    if value is False:
+        return None
+    found = _integer(value)
+    if not 0 <= found <= _MOST_LOGPROBS:
+        raise ValueError(f"must be 0 to {_MOST_LOGPROBS}")
+    return found
+
+
+def _biases(value: object) -> dict[int, float]:
+    if value == []:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError("must be an object: a number for each token id")
+    found: dict[int, float] = {}
+    for name, bias in value.items():
+        if not name.isascii() or not name.isdecimal() or len(name) > 9:
+            raise ValueError(f"has the name {name[:80]!r}, which is no token id")
+        if int(name) in found:
+            raise ValueError(f"has the token {int(name)} twice")
+        found[int(name)] = _number(bias)
+    return found
+
+
+def _schema(value: object) -> tuple[GrammarKind, str]:
+    if not isinstance(value, dict | bool):
+        raise ValueError("must be a JSON schema: an object")
+    return "json_schema", json.dumps(value, ensure_ascii=False)
+
+
+def _response_format(value: object) -> tuple[GrammarKind, str] | None:
+    """Returns the grammar of OpenAI's response_format; None for text.  `schema` of a json_object is
+    llama-server's."""
+    kinds = 'an object with the type "text", "json_object" or "json_schema"'
+    if not isinstance(value, dict):
+        raise ValueError(f"must be {kinds}")
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return _schema(value.get("schema") or {"type": "object"})
+        case "json_schema":
+            given = value.get("json_schema", value)  # a response has its schema beside the type
+            if not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
+                raise ValueError("needs a schema")
+            return _schema(given["schema"])
+    raise ValueError(f"must be {kinds}")
+
+
+def _text_format(value: object) -> dict[str, Any]:
+    """Returns the `text` of a response, whose format is one that `_response_format` reads."""
+    if not isinstance(value, dict) or set(value) - {"format"}:
+        raise ValueError('must be an object with "format" alone')
+    found = value.get("format") or {"type": "text"}
+    _response_format(found)
+    return {"format": found}
+
+
+def _structured_outputs(value: object) -> tuple[GrammarKind, str]:
+    """Returns the grammar of vLLM's structured_outputs."""
+    found = value.items() if isinstance(value, dict) else ()
+    given = {name: one for name, one in found if one is not None and one is not False}
+    if len(given) != 1:
+        raise ValueError("must have one of json, json_object, regex, choice and grammar")
+    ((name, one),) = given.items()
+    match name:
+        case "json":
+            return ("json_schema", one) if isinstance(one, str) else _schema(one)
+        case "json_object":
+            return _schema({"type": "object"})
+        case "regex":
+            return "regex", _text(one)
+        case "choice":
+            if not isinstance(one, list):
+                raise ValueError("needs a list of texts as its choice")
+            return "choice", json.dumps([_text(text) for text in one])
+        case "grammar":
+            return "grammar", _text(one)
+    raise ValueError(f"has {name[:80]!r}, which is not supported by this server")
+
+
+def _grammar(value: object) -> tuple[GrammarKind, str] | None:
+    return ("grammar", _text(value)) if value != "" else None
 
 
 def _stops(value: object) -> tuple[str, ...]:
@@ -751,8 +892,10 @@ def answer_object(
     head: Mapping[str, Any],
     choices: Sequence[tuple[str, Sequence[ToolCall], End]],
     usage: Mapping[str, Any],
+    logprobs: Sequence[Mapping[str, Any] | None],
 ) -> dict[str, Any]:
-    """Returns a complete answer: each choice's text and calls, and how it ended."""
+    """Returns a complete answer: each choice's text and calls, how it ended, and its logprobs
+    object."""
     listed = []
     for index, (text, calls, end) in enumerate(choices):
         said: dict[str, Any] = {"text": text}
@@ -761,7 +904,7 @@ def answer_object(
             if calls:
                 message |= {"content": text or None, "tool_calls": list(map(_call_object, calls))}
             said = {"message": message}
-        listed.append(_choice(index, said, end, called=bool(calls)))
+        listed.append(_choice(index, said, end, called=bool(calls), logprobs=logprobs[index]))
     return {**head, "object": _OBJECTS[kind][0], "choices": listed, "usage": dict(usage)}
 
 
@@ -774,13 +917,15 @@ def chunk_object(
     first: bool = False,
     end: End | None = None,
     called: bool = False,
+    logprobs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns one chunk of a streamed answer.  `called`: the answer has calls of tools."""
     said: dict[str, Any] = {"text": text}
     if kind == "chat":
         delta = {"role": "assistant", "content": text} if first else {"content": text}
-        said = {"delta": delta if text or first else {}}
-    return {**head, "object": _OBJECTS[kind][1], "choices": [_choice(index, said, end, called)]}
+        said = {"delta": delta if text or first or logprobs else {}}
+    choice = _choice(index, said, end, called=called, logprobs=logprobs)
+    return {**head, "object": _OBJECTS[kind][1], "choices": [choice]}
 
 
 def call_chunks(
@@ -808,12 +953,17 @@ def _call_object(call: ToolCall) -> dict[str, Any]:
 
 
 def _choice(
-    index: int, said: Mapping[str, Any], end: End | None, called: bool = False
+    index: int,
+    said: Mapping[str, Any],
+    end: End | None,
+    *,
+    called: bool = False,
+    logprobs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     reason = None if end is None else end.value
     if called and end is End.STOP:
         reason = "tool_calls"
-    return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+    return {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
 
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}

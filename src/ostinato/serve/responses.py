@@ -39,7 +39,6 @@ class ResponseWriter:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}},
             "top_logprobs": 0,
             "truncation": "disabled",
         }
