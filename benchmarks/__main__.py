@@ -30,6 +30,7 @@ NAMES = (
     "weights",
     "prompt_attention",
     "serve",
+    "choice",
     "tuning",
     "node_times",
 )

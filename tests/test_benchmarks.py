@@ -21,6 +21,7 @@ import ostinato as ost
 from benchmarks import (
     black_box,
     change_cost,
+    choice,
     cold_start,
     commits,
     common,
@@ -218,6 +219,23 @@ def test_serving_is_measured_beside_the_same_batches(
         assert row["tokens_per_second"] > 0 and row["first_token_ms"] > 0
         assert 0 < row["rows_per_step"] <= row["clients"]
     assert soaked["answers"] >= 18 and soaked["device_grew_bytes"] == 0
+
+
+def test_the_choice_of_tokens_is_measured_beside_greedy_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
+    assert choice.main(options) == 0
+    result = last_line(capsys.readouterr().out)
+    assert set(result) == RESULT_KEYS and result["benchmark"] == "choice-tiny"
+    rows, skipped = result["rows"], result["skipped"]
+    assert isinstance(rows, list) and isinstance(skipped, dict)
+    names = [row["what"] for row in rows]
+    assert names[0] == "greedy" and rows[0]["more_us"] == 0
+    assert ("grammar on 1 row" in names) == ("grammar" not in skipped)
+    assert all(row["step_us"] > 0 for row in rows)
+    made = [name for name in names if name.startswith(("masks", "grammar"))]
+    assert [row["what"] for row in rows if row["mask_us"] is not None] == made
 
 
 def test_decoding_is_measured_beside_the_peers_that_are_here(
