@@ -13,7 +13,8 @@ import numpy as np
 from ostinato.device import Device
 from ostinato.models.decoder import Decoder
 from ostinato.models.generate import TextGenerator
-from ostinato.models.sampling import GREEDY
+from ostinato.models.sampling import GREEDY, SamplingOptions, log_probabilities
+from ostinato.models.stepper import TokenLogprobs
 from ostinato.models.text.tokenizer import Tokenizer
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
@@ -45,10 +46,12 @@ class Numbers:
 class Answer:
     text: str = ""
     end: End | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
     over: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, update: Update) -> None:
         self.text += update.text
+        self.logprobs += update.logprobs
         if update.end is not None:
             self.end = update.end
             self.over.set()
@@ -98,3 +101,47 @@ def test_every_token_is_one_that_the_decoder_alone_would_choose(
                 chosen += 1
                 feed = [token]
         assert chosen > 10 * slots and clear > chosen / 3, "the bound bounds nothing"
+
+
+@on_both("slots", host=[3], cuda=[3, 32])
+def test_log_probabilities_are_those_of_the_decoder_alone(machine: Device, slots: int) -> None:
+    """Of every other answer also those of its prompt, whose tokens are forced by masks in the steps
+    of the others."""
+    count = 2 * slots
+    with Decoder(
+        machine, MODEL.checkpoint(), sequences=slots, max_context=300, stop_tokens=()
+    ) as decoder:
+        generator = cast(TextGenerator, Numbers(machine, decoder))
+        jobs = [
+            Job(
+                tuple(MODEL.tokens(2 + 7 * n % 30, seed=300 + n)),
+                3 + 5 * n % 17,
+                SamplingOptions(temperature=0.8, seed=n, frequency_penalty=n % 3 / 2),
+                logprobs=n % 4,
+                prompt_logprobs=n % 2 == 0,
+            )
+            for n in range(count)
+        ]
+        answers = [Answer() for _ in jobs]
+        with ServingEngine(generator, queue=count).start() as engine:
+            engine.submit(jobs, answers)
+            for answer in answers:
+                assert answer.over.wait(SECONDS)
+            assert not engine.statistics().result(SECONDS).decoder.quarantined
+        allowed = 4 * RELATIVE[kind(machine)]
+        for job, answer in zip(jobs, answers, strict=True):
+            found = [one.token for one in answer.logprobs]
+            if job.prompt_logprobs:
+                assert found[: len(job.tokens) - 1] == [*job.tokens[1:]]
+            given = [*job.tokens[: 1 if job.prompt_logprobs else None], *found]
+            assert len(given) == len(job.tokens) + job.max_tokens
+            decoder.reset(0)
+            feed = given[: len(given) - len(found)]
+            for one in answer.logprobs:
+                decoder.prefill(feed)
+                logits = decoder.logits()
+                chosen, _, top = log_probabilities(logits, one.token, job.logprobs or 0)
+                values = [one.logprob, *(value for _, value in one.top)]
+                within = allowed * np.abs(logits).max()
+                assert np.abs(np.array(values) - [chosen, *top]).max() <= within
+                feed = [one.token]

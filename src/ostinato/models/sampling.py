@@ -276,7 +276,7 @@ def log_probabilities(
     with np.errstate(under="ignore"):
         scaled = logits - largest
         mass = np.log(np.exp(scaled).sum(dtype=np.float64))
-    order = _largest_first(logits, top)[:top]
+    order = _largest_first(scaled, top)[:top]
     found = (scaled[[token, *order]] - mass).astype(np.float32)
     return found[0], order.astype(np.int32), found[1:]
 
