@@ -813,6 +813,21 @@ def small_cases(*rows: int) -> list[tuple[str, int]]:
     return [(name, count) for name in SMALL_CASES for count in rows]
 
 
+@on_kernels("vocabulary", [67, 1056])
+def test_small_sampling_agrees_with_numpy(
+    kernels: Any, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One case of each way to sample, some with masks; on the emulator in any order of threads."""
+    small = replace(SMALL_CASES["tiny head 32"], vocabulary=vocabulary)
+    bench = bench_on(kernels, small, 1, sequences=2)
+    cases = list(checks.sampling_cases(bench))[2::11]
+    assert any(case.masks is not None for case in cases)
+    check_cases(bench, cases, slice(None))
+    for order in "12" if kernels.name == "emulator" else "":
+        monkeypatch.setenv("EMULATED_ORDER", order)
+        check_cases(bench, cases, slice(None, None, 3))
+
+
 @on_kernels(
     "case",
     small_cases(1, 8, 33),
