@@ -272,6 +272,14 @@ class Service:
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
         what = _PROMPT_FIELDS[wanted.kind]
         jobs: list[Job] = []
+        masked = wanted.grammar.param if wanted.grammar is not None else "echo"
+        if (wanted.grammar is not None or wanted.echo_logprobs) and decoder.ranks > 1:
+            raise ApiError(
+                400,
+                f"{masked}: this server's model is split over GPUs, where tokens cannot be masked",
+                param=masked,
+                code="unsupported_parameter",
+            )
         for token, _ in wanted.sampling.logit_bias:
             if token >= vocabulary:
                 raise ApiError(
@@ -304,7 +312,7 @@ class Service:
                     param=what,
                     code="context_length_exceeded",
                 )
-            if wanted.echo and wanted.logprobs is not None:
+            if wanted.echo_logprobs:
                 ends = {*tokens[1:]} & {*decoder.stop_tokens}
                 if ends:
                     raise ApiError(
@@ -328,7 +336,7 @@ class Service:
                         continues or grammar is not None,
                         shown,
                         wanted.logprobs,
-                        wanted.echo and wanted.logprobs is not None,
+                        wanted.echo_logprobs,
                         grammar,
                     )
                 )

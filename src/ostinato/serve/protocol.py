@@ -206,6 +206,11 @@ class CompletionRequest:
     echo: bool = False
     grammar: WantedGrammar | None = None
 
+    @property
+    def echo_logprobs(self) -> bool:
+        """True if log probabilities of the prompt's tokens are wanted."""
+        return self.echo and self.logprobs is not None
+
     def sampling_of(self, number: int, fresh: Callable[[], int]) -> SamplingOptions:
         """Returns the options of answer `number`; `fresh` makes a seed if the request has none."""
         seed = (self.sampling.seed + number) % _MOST_SEED if self.seeded else fresh()
