@@ -20,6 +20,7 @@ from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import Wait
 from ostinato.interop.reading.library import GraphedOptions, NotGraphable, WaitsForDevice
 from ostinato.interop.torch.capturing import explained
+from ostinato.interop.torch.gradients import Differentiated
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch
 from ostinato.interop.torch.waits import Segments
@@ -276,20 +277,11 @@ class OnTape(OnCpu):
             result = mode.run(lambda: work(self.ours))
         return result, WaitsForDevice(mode.why) if mode.why else None
 
-    def _backward(self, *args: Any) -> Any:
-        made = super()._backward(*args)
-        run = made._executable
+    def differentiable(self, function: Any) -> Any:
+        return _Synchronised(self.capture, function)
 
-        class Waiting:
-            """torch knows nothing of the host driver's streams."""
-
-            @staticmethod
-            def launch(stream: ost.Stream) -> None:
-                run.launch(stream)
-                stream.synchronize()
-
-        made._executable = cast(Any, Waiting)
-        return made
+    def ready_beside(self) -> None:
+        """There is no side stream."""
 
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)
@@ -307,6 +299,21 @@ class OnTape(OnCpu):
         graph = ost.Graph.create(self.device)
         graph.add_call(tape.play)
         return graph, result
+
+
+class _Synchronised(Differentiated):
+    def backward(self, *args: Any) -> Any:
+        made = super().backward(*args)
+        run = made._executable
+
+        class Waiting:
+            @staticmethod
+            def launch(stream: ost.Stream) -> None:
+                run.launch(stream)
+                stream.synchronize()
+
+        made._executable = cast(Any, Waiting)
+        return made
 
 
 class _Waiting(Graphed):

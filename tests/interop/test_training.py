@@ -234,7 +234,7 @@ def test_a_rate_that_changes_at_each_call(make_chained: Make, where: str) -> Non
         for group in t.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.1 / (call + 1), 0.01 * call
 
-    trained(make_chained, where, plainly, between=between)
+    trained(make_chained, where, plainly, between=between, replays=8)
 
 
 def test_a_scale_that_overflows(make_chained: Make, where: str) -> None:

@@ -169,6 +169,9 @@ def first_difference(
     the same).  A kernel that waits for another node of the same graph waits for ever.  At most 256
     pairs are run for missing edges.  No other stream may write the memory meanwhile.
 
+    Raises InputError if the runs use different allocations of another library with several arrays
+    at other places (often, two captures by PyTorch): what belongs to an array there is not known.
+
     Raises GraphError for a node that runs in no other graph (a conditional node, alloc and free
     nodes), InputError if more than `limit` bytes would have to be saved, CaptureError if the stream
     captures or the function cannot be captured, StateLostError if memory cannot be put back, and
@@ -322,10 +325,26 @@ class _Comparison:
                     same.append(touch.range)
                 elif other is not None:
                     there = self._live(replace(touch, range=MemoryRange(other, touch.range.nbytes)))
+                    nbytes = min(touch.range.nbytes, there)
+                    if self._scattered(side, MemoryRange(address, nbytes), other):
+                        raise InputError(
+                            f"first_difference: {touch.node_name} uses {address:#x} in one run and "
+                            f"{other:#x} in the other, both in allocations of another library that "
+                            "hold several arrays, at other places; compare runs over the same "
+                            "memory: a graph and its executable, before and after a change"
+                        )
                     key = (other, address) if side else (address, other)
-                    found[key] = max(found.get(key, 0), min(touch.range.nbytes, there))
+                    found[key] = max(found.get(key, 0), nbytes)
         spans = [_Span((memory.address, memory.address), memory.nbytes) for memory in merged(same)]
         return spans + [_Span(addresses, nbytes) for addresses, nbytes in found.items()]
+
+    def _scattered(self, side: int, memory: MemoryRange, other: int) -> bool:
+        """True for another library's memory of one side in which pointers begin whose memory on the
+        other side lies elsewhere than as far behind `other`."""
+        if self._stream.context.owner_of(memory.address) is not None:
+            return False
+        inside = [q for q in self._partners[side] if memory.address < q < memory.end]
+        return any(self._across(side, q) != other + q - memory.address for q in inside)
 
     def _live(self, touch: Touch) -> int:
         """Returns the bytes of a pointer's memory that are in its live allocation."""

@@ -56,9 +56,12 @@ def captured(
             kind = WaitsForDevice
         elif not of_capture(raised) and stream.capture_info().status.name == "INVALIDATED":
             kind = WaitsForDevice  # a library's own error need not say that a capture forbids it
-        if isinstance(raised, CaptureError):
-            raise kind(f"the capture failed: {raised}") from raised
-        raise kind(explained(raised)) from raised
+        failed = isinstance(raised, CaptureError)
+        text = f"the capture failed: {raised}" if failed else explained(raised)
+        # The capture keeps an error, and so all that the work held: an array's history remembers
+        # the stream of the capture.
+        traceback.clear_frames(raised.__traceback__)
+        raise kind(text) from raised
     finally:
         capture.abort()  # nothing to do if it has ended
 

@@ -981,7 +981,12 @@ class _Work(Work):
         subject.turns.take()
         seeded, drawn = library.seeding(), subject.drawing()
         run = partial(door._function, *given.args, **given.kwargs)
-        result = self.result = library.run_beside(run)
+        if options.gradients == "replay" and library.live() is not None:
+            # On the caller's stream: what autograd notes of it must be right in the backward.
+            library.ready_beside()
+            result = self.result = run()
+        else:
+            result = self.result = library.run_beside(run)
         if library.wants_gradient(result) and options.gradients == "replay":
             line.differentiated = True
         elif library.wants_gradient(result):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import byref
+from typing import cast
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -121,9 +122,9 @@ class ExecCalls(GraphCalls):
     ) -> Sequence[KernelSetter] | None:
         if self._off is not None or not all(self._set_addresses):
             return None
-        assert isinstance(frozen, CudaFrozenGraph)
-        records, shapes, data, _ = frozen.raw
-        content = (records, shapes, data, frozen.layouts)
+        read = cast(CudaFrozenGraph, frozen)
+        records, shapes, data, _ = read.raw
+        content = (records, shapes, data, read.layouts)
         calls, context = self._set_addresses, self._context
         return kernel_nodes(calls, context, executable, nodes, indices, content)
 

@@ -42,10 +42,26 @@ RunChain: TypeAlias = Callable[
 ]
 
 
-CaptureBackward: TypeAlias = Callable[[Sequence[Any], Sequence[Any], Sequence[Any], object], Any]
-"""Called with the arrays of the result that the function returned, the inputs, the arrays that it
-uses besides, and what keeps the memory of the capture; returns a `ReplayedBackward`, or raises
-NotGraphable."""
+class Differentiable(Protocol):
+    """The captures of a call and of its backward, in memory of their own."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the function; returns its result without gradients."""
+        ...
+
+    def capture(self, work: Callable[[Stream], Any], /) -> tuple[Graph, Any]:
+        """Does as `Library.capture`."""
+        ...
+
+    def backward(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], owner: object
+    ) -> Any:
+        """Captures the backward of the last run; returns a `ReplayedBackward`.
+
+        `outputs`: the arrays of the result that `run` returned; `inputs`: the copied arguments;
+        `state`: the arrays that the function uses besides; `owner`: what keeps the memory of the
+        first capture.  Raises NotGraphable."""
+        ...
 
 
 class Library(WatchingLibrary, Protocol):
@@ -154,13 +170,13 @@ class Library(WatchingLibrary, Protocol):
         """Returns a result with arrays that need no gradient, over the same memory."""
         return result
 
-    def differentiable(
-        self, function: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], CaptureBackward] | None:
-        """Returns a function that does the same and returns results without gradients, and a
-        function that captures the backward of its last run; None for a library without
-        gradients."""
+    def differentiable(self, function: Callable[..., Any]) -> Differentiable | None:
+        """Returns the captures of a call and its backward; None for a library without gradients."""
         return None
+
+    def ready_beside(self) -> None:
+        """Makes on the side stream of captures what a library makes at its first use there."""
+        return
 
     def version(self, array: Any, /) -> int | None:
         """Returns a number that changes when the array is written; None if writes are not counted,

@@ -18,7 +18,7 @@ from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
 from ostinato.interop.reading.chains import Chain, ChainBuilder, Raised, output_noted
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import CaptureBackward, NotGraphable, WaitsForDevice
+from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
 from ostinato.interop.reading.moves import MOST, Mover
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
@@ -150,12 +150,10 @@ class Maker:
         library = subject.library
         prepared = self._prepare(call)
         inputs, function = prepared.inputs, subject.function
-        backward: CaptureBackward | None = None
-        if line.differentiated:
-            found = library.differentiable(function)
-            assert found is not None
-            function, backward = found
-        sources = None if call.sizes or backward else self._extents(inputs, call.leaves)
+        pair = library.differentiable(function) if line.differentiated else None
+        if pair is not None:
+            function = pair.run
+        sources = None if call.sizes or pair else self._extents(inputs, call.leaves)
         compiled = self.mover
         mover = None if sources is None else compiled
         moved: tuple[int, ...] = ()
@@ -171,7 +169,7 @@ class Maker:
                     mover.end(stream, places)
             return result
 
-        graph, result = library.capture(run)
+        graph, result = (library if pair is None else pair).capture(run)
         if compiled is not None:
             replace_small_fills(compiled.device, graph)
         nodes = graph.nodes()
@@ -181,9 +179,9 @@ class Maker:
                 "the capture is empty: nothing ran on the caller's current stream"
             )
         captured = self._captured(line, call, prepared, nodes, result)
-        if backward is not None:
+        if pair is not None:
             captured.attached = ()  # the gradients of other steps
-            captured.backward = backward(captured.outputs, inputs, call.state, graph.owner)
+            captured.backward = pair.backward(captured.outputs, inputs, call.state, graph.owner)
         captured.owner = graph.owner, mover
         captured.moves = moves
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -56,6 +57,14 @@ class _Made:
     """The class of the exception that is raised with `error`."""
     asked: bool = False
     """True if transformers asked if the stream captures, and got the answer that it does not."""
+
+
+@dataclass(slots=True, eq=False)
+class OwnPool:
+    """A pool of torch's allocator for some captures alone, once there was one."""
+
+    pool: Any = None
+    keeper: Any = None
 
 
 class Captures:
@@ -167,6 +176,18 @@ class Captures:
             made.graph = None if made.error else made.graph
         return made
 
+    @contextmanager
+    def apart(self, pool: OwnPool) -> Iterator[None]:
+        """Makes captures in the block into a pool of their own, whose memory no other graph uses
+        between two launches."""
+        before = self.pool, self._keeper
+        self.pool, self._keeper = pool.pool, pool.keeper
+        try:
+            yield
+        finally:
+            pool.pool, pool.keeper = self.pool, self._keeper
+            self.pool, self._keeper = before
+
     def open_pool(self) -> None:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
@@ -258,6 +279,7 @@ class Captures:
             except Exception as raised:
                 broken = stream.capture_info().status.name == "INVALIDATED"
                 made.error, made.kind = explained(raised), _kind(raised)
+                traceback.clear_frames(raised.__traceback__)  # see `captures.captured`
                 if broken and made.kind is NotGraphable and not captures.of_capture(raised):
                     made.kind = WaitsForDevice
             except BaseException:

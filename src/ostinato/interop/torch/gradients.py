@@ -14,12 +14,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ostinato import GraphExec, Stream
+from ostinato import Graph, GraphExec, MemoryRange, Stream
+from ostinato.interop.reading.library import NotGraphable
+from ostinato.interop.reading.slots import points_at, words_of_nodes
 
 _tree_map: Any = torch.utils._pytree.tree_map
 
@@ -153,3 +155,60 @@ def aliased(module: torch.nn.Module | None) -> Iterator[dict[int, Any]]:
     finally:
         for held, name, weight in replaced:
             held[name] = weight
+
+
+Capturer: TypeAlias = Callable[[Callable[[Stream], Any]], tuple[Graph, Any]]
+
+
+class Differentiated:
+    """Implements `Differentiable`.  `capture` captures into memory of its own: what the backward
+    needs lies there from one launch to the next, and graphs of another pool would write it."""
+
+    def __init__(self, capture: Capturer, function: Callable[..., Any]) -> None:
+        self.capture, self._function = capture, function
+        self._aliases: dict[int, Any] = {}
+        self._attached: dict[int, tuple[Any, Any]] = {}
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Implements `Differentiable.run`."""
+        self._attached.clear()
+        module = getattr(self._function, "module", None)
+        with aliased(module) as self._aliases, torch.enable_grad():
+            return detached(self._function(*args, **kwargs), self._attached)
+
+    def backward(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], owner: object
+    ) -> Backward:
+        """Implements `Differentiable.backward`."""
+        attached, aliases = self._attached, self._aliases
+        indices = [i for i, one in enumerate(outputs) if id(one) in attached]
+        results = [attached[id(outputs[i])][1] for i in indices]
+        leaves = [i for i, one in enumerate(inputs) if one.requires_grad]
+        weights = [*{id(one): one for one in state if one.requires_grad}.values()]
+        others = [aliases.get(id(weight)) for weight in weights]
+        targets = [inputs[i] for i in leaves] + weights + [t for t in others if t is not None]
+        buffers = [torch.zeros_like(one.detach()) for one in results]
+
+        def work(stream: Stream) -> Any:
+            return torch.autograd.grad(
+                results, targets, buffers, retain_graph=True, allow_unused=True
+            )
+
+        graph, found = self.capture(work)
+        count = len(leaves) + len(weights)
+        gradients, by_alias = [*found[:count]], iter(found[count:])
+        for index, alias in enumerate(others, len(leaves)):
+            other = None if alias is None else next(by_alias)
+            if gradients[index] is not None and other is not None:
+                raise NotGraphable("a weight of the module is used outside of the module too")
+            gradients[index] = other if gradients[index] is None else gradients[index]
+        words = words_of_nodes(graph.nodes())
+        reads = [one for one in state if points_at(words, _memory(one))]
+        kept = results, inputs, aliases, owner
+        run = graph.instantiate()
+        return Backward(run, indices, buffers, leaves, weights, gradients, reads, kept)
+
+
+def _memory(tensor: torch.Tensor) -> MemoryRange:
+    storage = tensor.untyped_storage()
+    return MemoryRange(storage.data_ptr(), storage.nbytes())

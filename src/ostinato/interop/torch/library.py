@@ -15,14 +15,13 @@ import torch
 
 from ostinato import Buffer, Device, Graph, MemoryRange, Stream
 from ostinato.interop.reading.chains import ChainBuilder
-from ostinato.interop.reading.library import CaptureBackward, NotGraphable
+from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
-from ostinato.interop.reading.slots import points_at, words_of_nodes
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
-from ostinato.interop.torch.capturing import Captures, out_of_memory
-from ostinato.interop.torch.gradients import Backward, aliased, detached
+from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
+from ostinato.interop.torch.gradients import Capturer, Differentiated, detached
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
@@ -48,10 +47,6 @@ def _getters(*names: str) -> tuple[Callable[[], Any], ...]:
 
 
 _requires_grad = operator.attrgetter("requires_grad")
-
-
-def _needs(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _learning(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -386,66 +381,26 @@ class Torch:
 
     without_gradient = staticmethod(detached)
 
-    def differentiable(
-        self, function: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], CaptureBackward]:
-        aliases: dict[int, Any] = {}
-        attached: dict[int, tuple[Any, Any]] = {}
+    def differentiable(self, function: Callable[..., Any]) -> Differentiated:
+        return Differentiated(self._captured_apart(), function)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            aliases.clear()
-            attached.clear()
-            with aliased(getattr(function, "module", None)) as others, torch.enable_grad():
-                aliases.update(others)
-                return detached(function(*args, **kwargs), attached)
+    def _captured_apart(self) -> Capturer:
+        """Returns a function that captures into one pool of its own."""
+        pool = OwnPool()
 
-        def capture(
-            outputs: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], owner: object
-        ) -> Any:
-            results = [attached[id(one)][1] if id(one) in attached else None for one in outputs]
-            attached.clear()
-            return self._backward(results, aliases, inputs, state, owner)
+        def capture(work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
+            with self._captures.apart(pool):
+                return self.capture(work)
 
-        return run, capture
+        return capture
 
-    def _backward(
-        self,
-        outputs: Sequence[Any],
-        aliases: dict[int, Any],
-        inputs: Sequence[Any],
-        state: Sequence[Any],
-        owner: object,
-    ) -> Backward:
-        indices = [i for i, one in enumerate(outputs) if one is not None]
-        results = [outputs[i] for i in indices]
-        leaves = [i for i, one in enumerate(inputs) if _needs(one)]
-        weights = [*{id(one): one for one in state if _needs(one)}.values()]
-        twins = [aliases.get(id(weight)) for weight in weights]
-        targets = [*[inputs[i] for i in leaves], *weights, *[t for t in twins if t is not None]]
-        buffers = [torch.zeros_like(one.detach()) for one in results]
+    def ready_beside(self) -> None:
+        def work() -> None:  # cuBLAS's memory for the stream, which a capture would make in a pool
+            one = torch.zeros(1, 1, device=self.where)
+            torch.mm(one, one)
 
-        def work(stream: Stream) -> Any:
-            return torch.autograd.grad(
-                results, targets, buffers, retain_graph=True, allow_unused=True
-            )
-
-        graph, gradients = self.capture(work)
-        first, others = (
-            gradients[: len(leaves) + len(weights)],
-            gradients[len(leaves) + len(weights) :],
-        )
-        by_alias = iter(others)
-        merged = [*first]
-        for index, twin in enumerate(twins, len(leaves)):
-            if twin is not None:
-                other = next(by_alias)
-                if merged[index] is not None and other is not None:
-                    raise NotGraphable("a weight of the module is used outside of the module too")
-                merged[index] = other if merged[index] is None else merged[index]
-        words = words_of_nodes(graph.nodes())
-        reads = [one for one in state if points_at(words, self.storage(one))]
-        kept = results, inputs, aliases, owner
-        return Backward(graph.instantiate(), indices, buffers, leaves, weights, merged, reads, kept)
+        with torch.no_grad():
+            self.run_beside(work)
 
     def version(self, tensor: torch.Tensor, /) -> int | None:
         return None if tensor.is_inference() else tensor._version

@@ -161,6 +161,16 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         Raises the errors of the work; NotGraphable for an error that a capture has caused, with all
         memory as before."""
         self._modes = _modes()
+        try:
+            return self._run(work)
+        finally:
+            # Else what the run allocated would live as long as the chain, and autograd's nodes.
+            self._parts.around = nullcontext
+            self._own.clear()
+            self._before.clear()
+            self._done, self._pending = [], []
+
+    def _run(self, work: Callable[[], Any]) -> Any:
         self._start()
         try:
             with self:
