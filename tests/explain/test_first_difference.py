@@ -378,12 +378,16 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
     arenas = [device.array(np.full((2, N), value, np.float32)) for value in (8, 9)]
 
     def graph(
-        arena: ost.Buffer, second: str = "scale", given: tuple[ost.Buffer, ost.Buffer] = (x, y)
+        arena: ost.Buffer,
+        second: str = "scale",
+        given: tuple[ost.Buffer, ost.Buffer] = (x, y),
+        places: tuple[int, int] = (0, 1),
     ) -> ost.Graph:
         made = ost.Graph.create(device)
-        first = made.add_kernel(kernel(device, "add"), config(N), *given, arena[0], N)
-        second_node = made.add_kernel(kernel(device, second), config(N), arena[0], N, after=[first])
-        last = y, arena[0], arena[1], N
+        inner, result = (arena[place] for place in places)
+        first = made.add_kernel(kernel(device, "add"), config(N), *given, inner, N)
+        second_node = made.add_kernel(kernel(device, second), config(N), inner, N, after=[first])
+        last = y, inner, result, N
         made.add_kernel(kernel(device, "add"), config(N), *last, after=[second_node])
         return adopted(device, made)
 
@@ -399,6 +403,8 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
     found = first_difference(stream, one, wrong)
     assert found is not None and found.b is not None
     assert (found.cause, found.b.path) == (DifferenceCause.OTHER_ARGUMENT, "0")
+    with pytest.raises(InputError, match="at other places"):
+        first_difference(stream, one, graph(arenas[1], places=(1, 0)))
     del owners
 
 

@@ -80,7 +80,7 @@ def test_a_graph_and_its_executable(cuda_device: Device, stream: ost.Stream) -> 
     captured = Captured(cuda_device, layers.run)
     with captured.graph.instantiate(upload=stream) as run:
         assert first_difference(stream, captured.graph, run) is None
-        run.set_enabled(1, False)
+        run.set(1, enabled=False)
         found = first_difference(stream, captured.graph, run)
     assert found is not None and found.a is not None and found.a.path == "1", str(found)
 

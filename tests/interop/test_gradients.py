@@ -211,6 +211,8 @@ def test_weights_that_are_loaded_or_move(pair: Pair) -> None:
         pair.both(work)
 
 
+# Weights that are no module's: torch warns of eager steps beside the graphs.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
 def test_a_function_with_several_results(make_chained: Make, where: str) -> None:
     weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)).to(where)
     weights = [weight.clone().requires_grad_() for _ in range(2)]

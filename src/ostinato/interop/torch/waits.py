@@ -245,6 +245,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 segment.abort()
         self._captor.settle(why)
         self._segment = None
+        if any(map(_runs_once, [func for func, *_ in self._done])):
+            self._drop()
+            raise WaitsForDevice(why)  # the call runs eagerly, from its start
         self.why = self.why or why
         self._keep()
         with _Plain(torch.is_inference_mode_enabled()):
@@ -571,6 +574,13 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                     torch.cuda.current_stream().synchronize()
                 found.append(_bytes(leaf))
         return tuple(found)
+
+
+def _runs_once(func: Any) -> bool:
+    """True for an operation that does not run again outside of a capture on what it got inside:
+    attention has its random state on the device there, and on the host elsewhere, and reading one
+    as the other ends the process; recurrent networks of cuDNN keep such state too."""
+    return torch.Tag.nondeterministic_seeded in func.tags or "attention" in func.name()
 
 
 def _modes() -> tuple[bool, ...]:
