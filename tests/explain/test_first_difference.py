@@ -375,7 +375,7 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
     """As in two captures by torch: inputs and weights are the same, and each has its own results,
     with other bytes in them before."""
     x, y = (device.array(np.full(N, value, np.float32)) for value in (1, 2))
-    arenas = [device.array(np.full((2, N), value, np.float32)) for value in (8, 9)]
+    arenas = [device.array(np.full((3, N), value, np.float32)) for value in (8, 9)]
 
     def graph(
         arena: ost.Buffer,
