@@ -179,9 +179,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             if not self.why and out_of_memory(error):
                 self._drop()
                 raise NoMemory(explained(error)) from error
-            if not self.why and rules.of_capture(error):
+            if rules.of_capture(error):  # also later, of events that the capture recorded
                 self._drop()
-                raise NotGraphable(explained(error)) from error
+                kind = WaitsForDevice if self.why else NotGraphable
+                raise kind(explained(error)) from error
             with suppress(Exception):  # the first error counts
                 self._cut()
             raise
@@ -306,8 +307,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._start()
         return None
 
-    def _run_step(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs an operation of a step, and notes what it writes."""
+    def _run_noted(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operation outside of the captures, and notes what it writes."""
         old = {_storage(leaf) for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)}
         self._note_written(func, args, kwargs)
         self._keep()
@@ -321,8 +322,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._segment is None or not isinstance(func, torch._ops.OpOverload):
-            if self._stepping:
-                return self._run_step(func, args, kwargs)
+            if isinstance(func, torch._ops.OpOverload) and (self._stepping or self.why):
+                return self._run_noted(func, args, kwargs)
             return func(*args, **kwargs)
         if func._can_decompose():  # it may wait in one of its parts
             with self:
