@@ -62,6 +62,13 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     monkeypatch.setitem(sys.modules, "torch", torch)
     modes = types.ModuleType("torch.utils._python_dispatch")
     modes.TorchDispatchMode = object  # type: ignore[attr-defined]
+    gradients = types.ModuleType("torch.autograd.function")
+    gradients.once_differentiable = lambda method: method  # type: ignore[attr-defined]
+    torch.autograd = types.ModuleType("torch.autograd")  # type: ignore[attr-defined]
+    torch.autograd.Function = object
+    torch.autograd.__dict__["__getattr__"] = torch.__dict__["__getattr__"]
+    monkeypatch.setitem(sys.modules, "torch.autograd", torch.autograd)
+    monkeypatch.setitem(sys.modules, gradients.__name__, gradients)
     monkeypatch.setitem(sys.modules, "torch.utils", types.ModuleType("torch.utils"))
     monkeypatch.setitem(sys.modules, modes.__name__, modes)
     return importlib.import_module("ostinato.interop.torch.adopting")

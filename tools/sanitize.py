@@ -120,6 +120,8 @@ _WAYS = _GPU + "test_twelve_ways.py"
 # `leaves_no_graph` test that objects are freed.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
+    _GPU + "test_black_box_gpu.py": "breaks contexts on purpose",
+    "tests/explain/test_black_box.py": "breaks contexts on purpose, and has conditional nodes",
     _GPU + "test_bench_gpu.py": "times what the decoder's tests run",
     _GPU + "test_disk_foreign.py": "the tool excludes CUPTI, which collects machine code",
     "tests/test_driver_faults.py": "makes faults on purpose, in other processes",
@@ -189,6 +191,13 @@ PARTS: tuple[Part, ...] = (
     ),
     *_memcheck(12, "kernels", *_KERNELS, keyword="not smollm2 and not same_bits"),
     *_memcheck(3, "planted", "tests/planted"),
+    *_memcheck(
+        2,
+        "explanations",
+        "tests/explain/test_audit.py",
+        "tests/explain/test_first_difference.py",
+        "tests/explain/test_node_times.py",
+    ),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),
     *_memcheck(

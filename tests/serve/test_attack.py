@@ -76,9 +76,9 @@ def held(server: Server) -> Iterator[threading.Event]:
     decoder = server.engine.generator.decoder
     read, free = decoder.prefill_batch, threading.Event()
 
-    def waits(*arguments: Any) -> Any:
+    def waits(*arguments: Any, **options: Any) -> Any:
         assert free.wait(SECONDS)
-        return read(*arguments)
+        return read(*arguments, **options)
 
     decoder.prefill_batch = waits  # type: ignore[method-assign]
     try:
@@ -97,6 +97,12 @@ def watched(server: Server) -> bool:
 def ahead(server: Server) -> bool:
     """Whether more than the request under way has arrived."""
     return any(one.conn.trailing_data[0] for one in connections(server))
+
+
+def received(raw: socket.socket) -> bytes:
+    came = raw.recv(1 << 16)
+    assert came, "the server has closed the connection"
+    return came
 
 
 def connections(server: Server) -> list[Any]:
@@ -660,9 +666,9 @@ def test_a_stream_begins_at_once_and_is_never_silent(
             raw.sendall(whole({**ASK, "stream": True}))
             came = b""
             while came.count(b": waiting\n\n") < 3:
-                came += raw.recv(1 << 16)
+                came += received(raw)
             assert came.startswith(b"HTTP/1.1 200") and b"text/event-stream" in came
             assert b"data:" not in came
         while not came.endswith(b"\r\n0\r\n\r\n"):
-            came += raw.recv(1 << 16)
+            came += received(raw)
     assert came.count(b"data: [DONE]\n\n") == 1 and b'"finish_reason": "length"' in came
