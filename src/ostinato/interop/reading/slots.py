@@ -282,8 +282,8 @@ class Maker:
             made.fresh.append(place.get(made.result))
             result = place.put(result, mark)
         captured = self._captured(line, call, made.prepared, nodes, result, chain, marks)
-        # Not so on an H200, where a graph network that waits in its forward broke a later capture:
-        # the reason is not known.
+        # Refused: on an H200 the step of a graph network, which waits in its forward, broke a later
+        # capture, and the cause is not known.
         if captured.attached and any(link.wait.compared for link in links.links):
             raise subject.not_graphable(
                 "a call that depends on a value gives gradients to what it uses"
