@@ -1029,8 +1029,9 @@ class _Work(Work):
                 why = subject.at(why + "a replay runs no Python")
                 door._engine.broken = Reason.NOT_GRAPHABLE, why
             return
-        result = library.without_gradient(result)
         tree = maker.taken_apart(result, given)
+        if line.differentiated and not isinstance(tree, str):  # a replay's results have gradients
+            tree = replace(tree, leaves=[*map(library.without_gradient, tree.leaves)])
         wrong = tree if isinstance(tree, str) else maker.lost(tree, given)
         if isinstance(tree, str) or wrong:
             if maker.reads_back(result, given):

@@ -166,9 +166,9 @@ class Library(WatchingLibrary, Protocol):
     def wants_gradient(self, result: Any, /) -> bool:
         return False
 
-    def without_gradient(self, result: Any, /) -> Any:
-        """Returns a result with arrays that need no gradient, over the same memory."""
-        return result
+    def without_gradient(self, array: Any, /) -> Any:
+        """Returns an array over the same memory that needs no gradient."""
+        return array
 
     def differentiable(self, function: Callable[..., Any]) -> Differentiable | None:
         """Returns the captures of a call and its backward; None for a library without gradients."""

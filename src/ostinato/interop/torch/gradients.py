@@ -120,7 +120,7 @@ class _Replayed(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         return None, None, None, *ctx.replayed.run(ctx.made, gradients)
 
 
-def detached(result: Any, attached: dict[int, tuple[Any, Any]] | None = None) -> Any:
+def detached(result: Any, attached: dict[int, tuple[Any, Any]]) -> Any:
     """Returns a result without the history of its gradients.  Adds each tensor that replaces
     another one to `attached`, by its `id`, with the other."""
 
@@ -128,8 +128,7 @@ def detached(result: Any, attached: dict[int, tuple[Any, Any]] | None = None) ->
         if not (isinstance(value, torch.Tensor) and value.requires_grad):
             return value
         made = value.detach()
-        if attached is not None:
-            attached[id(made)] = made, value
+        attached[id(made)] = made, value
         return made
 
     return _tree_map(plain, result)

@@ -21,7 +21,7 @@ from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
-from ostinato.interop.torch.gradients import Capturer, Differentiated, detached
+from ostinato.interop.torch.gradients import Capturer, Differentiated
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
@@ -379,7 +379,7 @@ class Torch:
             for leaf in torch.utils._pytree.tree_leaves(result)
         )
 
-    without_gradient = staticmethod(detached)
+    without_gradient = staticmethod(torch.Tensor.detach)
 
     def differentiable(self, function: Callable[..., Any]) -> Differentiated:
         return Differentiated(self._captured_apart(), function)
