@@ -23,6 +23,7 @@ import pytest
 
 from ostinato.device import Device, open_device
 from ostinato.driver import launcher as driver_launcher
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import NotAvailableError
 from ostinato.graphfile import child, saving
 from tests.sources import preload
@@ -172,6 +173,20 @@ def open_test_device(name: str, config: pytest.Config) -> Device:
         if config.getoption("--require-gpu"):
             pytest.fail(f"a GPU is required: {error}")
         pytest.skip(f"no device: {error}")
+
+
+DRIVERS = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""The parameters of a fixture that opens a device of each driver."""
+
+
+def shuffled_device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A device of each driver; the host driver draws the order of what nothing orders."""
+    if request.param == "host":
+        opened = Device(HostDriver(shuffle=2))
+    else:
+        opened = open_test_device(request.param, request.config)
+    with opened:
+        yield preload(opened)
 
 
 @pytest.fixture(scope="session")

@@ -382,7 +382,7 @@ class NotReadyError(DriverError):
         return super().__str__() + more
 
 
-class Witness(Protocol):
+class ReplayWatch(Protocol):
     """An armed black box (`explain.black_box`): it knows how far each watched replay came."""
 
     def fault(self) -> object | None:
@@ -392,22 +392,22 @@ class Witness(Protocol):
         """Describes the nodes of watched replays under way that have not finished."""
 
 
-_witness: Witness | None = None
+_watch: ReplayWatch | None = None
 _ARM = (
     "To see the node of a replay, run the program again with OSTINATO_BLACK_BOX=1, or inside of "
     "`with ost.black_box():`."
 )
 
 
-def call_as_witness(witness: Witness | None) -> None:
-    """Asks this object about faults and hangs from here on; None: nobody."""
-    global _witness
-    _witness = witness
+def set_replay_watch(watch: ReplayWatch | None) -> None:
+    """Sets the object that later errors ask about faults and unfinished nodes; None for none."""
+    global _watch
+    _watch = watch
 
 
 def unfinished_work() -> str:
     """Describes the nodes that have not finished, or says how to have them known."""
-    return _ARM if _witness is None else _witness.unfinished()
+    return _ARM if _watch is None else _watch.unfinished()
 
 
 class ContextPoisonedError(DriverError):
@@ -420,7 +420,7 @@ class ContextPoisonedError(DriverError):
         self, status: int, call: str, detail: str = "", *, node: int | None = None
     ) -> None:
         super().__init__(status, call, detail, node=node)
-        self.report = None if _witness is None else _witness.fault()
+        self.report = None if _watch is None else _watch.fault()
 
     def __str__(self) -> str:
         more = f" {_ARM}" if self.report is None else f"\n{self.report}"

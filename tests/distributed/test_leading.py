@@ -227,7 +227,7 @@ def test_ranks_that_wait_do_so_beyond_the_deadline() -> None:
 
 def test_rank_0_that_leaves_ends_those_that_wait() -> None:
     def work(group: Group) -> object:
-        return "left" if group.rank == 0 else group.begin_exchange("next", patient=True)()
+        return "left" if group.rank == 0 else group.begin_exchange("next", endless=True)()
 
     with local_groups(3, deadline=600) as groups:
         first, *others = outcomes(groups, work)

@@ -7,7 +7,7 @@
 A group guarantees that no rank waits forever.  A rank that is killed, stopped, raises an exception
 inside the `with` block, leaves, or waits longer than the deadline ends the group, and every other
 rank raises a `GroupError` from the call that waits, or from its next call.  Waits on the device are
-ended too (`Collectives.abort`).  Only a `patient` exchange waits without a deadline, for as long
+ended too (`Collectives.abort`).  Only a `endless` exchange waits without a deadline, for as long
 as the other ranks live.
 
 Not guaranteed: any result of work that was under way; after a failure its results must not be used,
@@ -31,7 +31,7 @@ from ostinato.lowlevel import Closeable, new_lock, uninterrupted, whole_number
 from ostinato.settings import group_deadline
 
 _LOOKS = 10  # checks by the watchdog per deadline
-_PATIENCE = 1e9  # seconds, more than any deadline: 31 years
+_ENDLESS = 1e9  # seconds, more than any deadline: 31 years
 
 
 def checked_deadline(deadline: float | None) -> float:
@@ -129,12 +129,12 @@ class Group(Closeable):
         return self.begin_exchange(label, payload)()
 
     def begin_exchange(
-        self, label: str, payload: bytes = b"", *, patient: bool = False
+        self, label: str, payload: bytes = b"", *, endless: bool = False
     ) -> Callable[[], list[bytes]]:
         """Sends this rank's payload of an `exchange`, and returns a function, to be called once,
         that waits for the others' and returns all.  Further exchanges may be made meanwhile.
 
-        `patient`: the function waits without a deadline, as a rank does that has nothing to do
+        `endless`: the function waits without a deadline, as a rank does that has nothing to do
         until another calls; a rank that dies, is silent or leaves ends that wait too.
         """
         if not isinstance(payload, bytes):
@@ -142,7 +142,7 @@ class Group(Closeable):
         self.check()
         self.channel.say(label)
         number = self.channel.begin("calls", label, payload)
-        seconds = _PATIENCE if patient else self.deadline
+        seconds = _ENDLESS if endless else self.deadline
         return lambda: self.channel.finish("calls", number, label, seconds)
 
     def barrier(self, label: str = "barrier") -> None:

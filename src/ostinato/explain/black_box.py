@@ -35,7 +35,7 @@ from ostinato.errors import (
     InputError,
     OstinatoError,
     StreamCaptureError,
-    call_as_witness,
+    set_replay_watch,
 )
 from ostinato.explain.audit import (
     KnownMemory,
@@ -301,7 +301,7 @@ _boxes: list[BlackBox] = []
 """The armed boxes; the last one that is for an executable watches it."""
 
 
-class _Witness:
+class _ReplayWatch:
     """Asks the armed boxes.  Asking makes errors of its own, for which nobody is asked."""
 
     def __init__(self) -> None:
@@ -338,7 +338,7 @@ def _in_place(run: GraphExec, stream: Stream) -> GraphExec:
 def _switch() -> None:
     """Makes launches look for a box if one is armed; drops the shortcuts of all launches."""
     executable.in_place = _in_place if _boxes else None
-    call_as_witness(_Witness() if _boxes else None)
+    set_replay_watch(_ReplayWatch() if _boxes else None)
     for context in members(contexts):
         context.cool()
 

@@ -359,13 +359,18 @@ class Graphed(Guarded, Closeable):
                 return each, None
         if len(line.twins) >= _MOST_TWINS:
             return line, (Reason.OVERLAP, f"{_MOST_TWINS + 1} replays wait for their backward")
-        twin = Line(f"{self.name} #{next(_numbers)}", words=line.words)
-        twin.warmed, twin.tokens, twin.shapes = True, line.tokens, line.shapes
-        twin.written, twin.state = set(line.written), set(line.state)
-        twin.differentiated = True
-        self._lines[key, twin] = twin
+        twin = self._line_beside(line, key)
         line.twins.append(twin)
         return twin, None
+
+    def _line_beside(self, line: Line, key: Hashable, parent: Line | None = None) -> Line:
+        """Makes a line with a graph of its own for a key that was warmed up."""
+        made = Line(f"{self.name} #{next(_numbers)}", words=line.words, parent=parent)
+        made.warmed, made.differentiated = True, line.differentiated
+        made.tokens, made.shapes = line.tokens, line.shapes
+        made.written, made.state = set(line.written), set(line.state)
+        self._lines[key, made] = made
+        return made
 
     # --- calls that wait for the device
     def _waiting(self, line: Line, waiting: Waiting, given: ReadCall, key: Hashable) -> Any:
@@ -446,10 +451,7 @@ class Graphed(Guarded, Closeable):
                 self._unchain(line, waiting, why)
             return self._decided(line, given, (Reason.NOT_GRAPHABLE, why)).result
         if chain is None:
-            chain = Line(f"{self.name} #{next(_numbers)}", words=line.words, parent=line)
-            chain.warmed, chain.tokens = True, line.tokens
-            chain.written, chain.state = set(line.written), set(line.state)
-            self._lines[key, chain] = chain
+            chain = self._line_beside(line, key, parent=line)
             waiting.chains.insert(0, chain)
         work = self._decided(chain, given)
         if work.ran:  # False while the engine waits with another build, for lack of memory
@@ -981,15 +983,16 @@ class _Work(Work):
         subject.turns.take()
         seeded, drawn = library.seeding(), subject.drawing()
         run = partial(door._function, *given.args, **given.kwargs)
-        if options.gradients == "replay" and library.live() is not None:
+        replayed = options.gradients == "replay"
+        if replayed and library.live() is not None:
             # On the caller's stream: what autograd notes of it must be right in the backward.
             library.ready_beside()
             result = self.result = run()
         else:
             result = self.result = library.run_beside(run)
-        if library.wants_gradient(result) and options.gradients == "replay":
-            line.differentiated = True
-        elif library.wants_gradient(result):
+        needed = library.wants_gradient(result)
+        line.differentiated = needed and replayed
+        if needed and not replayed:
             why = door._give_up(
                 line,
                 "the call needs gradients, which a replay does not give; call it inside "

@@ -61,7 +61,7 @@ class _Side:
         others and returns the call; it raises GroupError, also if earlier results differ.  A rank
         without a call waits without a deadline."""
         mine = {"call": call, "result": f"{self._result}, after calls {self._ranks.digest}"}
-        wait = self.group.begin_exchange(_LABEL, json.dumps(mine).encode(), patient=not call)
+        wait = self.group.begin_exchange(_LABEL, json.dumps(mine).encode(), endless=not call)
         return lambda: self._compared(wait())
 
     def _compared(self, parts: Sequence[bytes]) -> str:

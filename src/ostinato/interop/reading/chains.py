@@ -12,7 +12,7 @@ that the graphs have written is put back, and the call is made in another way fr
 value that Python only returns (`tails.py`) is not compared: a replay returns its own.
 
 A call of Python on objects that count and decide there (`optimizer.step()`) is made again by each
-replay, between two graphs: `Library.steps` names the methods.
+replay, between two graphs (`Library.step_in_python`).
 """
 
 from __future__ import annotations

@@ -49,17 +49,15 @@ class CallEffects(Memory[_Content]):
         self._subject, self._line, self._captured, self._call = subject, line, captured, call
         state, attached = call.state, captured.attached
         self._written = [*call.leaves, *(state[i] for i in sorted(line.state) if i < len(state))]
-        same = [each.after for each in attached if each.before is each.after is not None]
-        self._written += same
-        self._places = [] if captured.chain is None else captured.chain.places
-        self._replaced = [each for each in attached if each.before is not each.after]
+        self._written += [each.after for each in attached if each.before is each.after is not None]
         chain = captured.chain
+        self._places = [] if chain is None else chain.places
+        self._replaced = [each for each in attached if each.before is not each.after]
         stepped = {} if chain is None else {id(step.value): step.value for step in chain.steps}
-        self._kept: HostSnapshot | None = None
         for value in stepped.values():  # what its methods change is no argument of the graphs
             StateWatch(value, subject.library).read([], self._written)
-        if stepped:
-            self._kept = subject.keep(call)
+        self._kept: HostSnapshot | None = subject.keep(call) if stepped else None
+        if self._kept is not None:
             self._kept.begin()
 
     def nbytes(self) -> tuple[int, int, int]:

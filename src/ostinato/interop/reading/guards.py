@@ -256,7 +256,7 @@ class _OfStates(Reading):
     def watched(self, path: Trail, watch: Watch) -> None:
         first = len(self.tokens)
         super().watched(path, watch)
-        if hasattr(watch, "object"):
+        if _object_of(watch) is not None:
             self.inside.update(range(first, len(self.tokens)))
 
 
@@ -617,8 +617,8 @@ class Guards:
 
     def watched(self) -> list[Any]:
         """Returns the objects with a state of their own that the last readings have met."""
-        found = [known.watch for known in [*self._known.values()] if known.watch is not None]
-        return [each for each in (getattr(watch, "object", None) for watch in found) if each]
+        found = [_object_of(known.watch) for known in [*self._known.values()]]
+        return [each for each in found if each is not None]
 
     def start_over(self) -> None:
         """Forgets the objects that were met, whose watches may be others from now on."""
@@ -650,6 +650,12 @@ class Guards:
         parts = zip(names, _parts(before), _parts(after), strict=True)
         changed = [name for name, (a, b), (c, d) in parts if a != c or not same(b, d)]
         return changed or ["what it uses"]
+
+
+def _object_of(watch: Watch | None) -> Any:
+    """Returns the object that a watch reads whole; None for a watch of another kind."""
+    # Asked of the type: a graphed module passes attributes that it lacks on to its module.
+    return getattr(watch, "object", None) if hasattr(type(watch), "object") else None
 
 
 _WRAPPING = (types.FunctionType, type(functools.lru_cache(len)))

@@ -583,9 +583,9 @@ def recheck(
         return None
     if any(index >= len(captured.marks) for index in captured.tree.given):
         return None  # objects among the arguments
-    chain = captured.chain
     if captured.backward is not None:
         return None
+    chain = captured.chain
     if chain is not None and (chain.saved or chain.draws):
         return None
     made = checked(subject, call, captured.attached, seen, note)

@@ -202,12 +202,13 @@ class Differentiated:
                 raise NotGraphable("a weight of the module is used outside of the module too")
             gradients[index] = other if gradients[index] is None else gradients[index]
         words = words_of_nodes(graph.nodes())
-        reads = [one for one in state if points_at(words, _memory(one))]
+        reads = [one for one in state if points_at(words, memory_of(one))]
         kept = results, inputs, aliases, owner
         run = graph.instantiate()
         return Backward(run, indices, buffers, leaves, weights, gradients, reads, kept)
 
 
-def _memory(tensor: torch.Tensor) -> MemoryRange:
+def memory_of(tensor: torch.Tensor) -> MemoryRange:
+    """Returns the whole memory that a tensor is a view of."""
     storage = tensor.untyped_storage()
     return MemoryRange(storage.data_ptr(), storage.nbytes())

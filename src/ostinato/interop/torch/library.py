@@ -21,7 +21,7 @@ from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
-from ostinato.interop.torch.gradients import Capturer, Differentiated
+from ostinato.interop.torch.gradients import Capturer, Differentiated, memory_of
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
@@ -301,9 +301,7 @@ class Torch:
         lazy = tensor.is_neg(), tensor.is_conj()  # the memory holds another value
         return tensor.shape, tensor.dtype, stride, tensor.get_device(), needs, *lazy
 
-    def storage(self, tensor: torch.Tensor, /) -> MemoryRange:
-        storage = tensor.untyped_storage()
-        return MemoryRange(storage.data_ptr(), storage.nbytes())
+    storage = staticmethod(memory_of)
 
     def memory(self, tensor: torch.Tensor, /) -> list[tuple[MemoryRange, object]]:
         found: list[tuple[MemoryRange, object]] = []

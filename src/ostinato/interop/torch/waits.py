@@ -321,8 +321,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     # --- operations
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._segment is None or not isinstance(func, torch._ops.OpOverload):
-            if isinstance(func, torch._ops.OpOverload) and (self._stepping or self.why):
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        if self._segment is None:
+            if self._stepping or self.why:
                 return self._run_noted(func, args, kwargs)
             return func(*args, **kwargs)
         if func._can_decompose():  # it may wait in one of its parts
@@ -578,9 +580,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
 
 def _runs_once(func: Any) -> bool:
-    """True for an operation that does not run again outside of a capture on what it got inside:
-    attention has its random state on the device there, and on the host elsewhere, and reading one
-    as the other ends the process; recurrent networks of cuDNN keep such state too."""
+    """True for an operation that cannot run again outside of a capture on its inputs from inside.
+    The random state of attention is on the device in a capture and on the host elsewhere, and
+    reading one as the other ends the process; other operations that draw are treated alike."""
     return torch.Tag.nondeterministic_seeded in func.tags or "attention" in func.name()
 
 

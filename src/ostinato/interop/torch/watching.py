@@ -99,12 +99,10 @@ def stateful(value: Any) -> Any:
 def steps_of(value: object, named: Collection[str]) -> tuple[str, ...]:
     """Returns the methods of an object that a replay can call in Python; empty if there are none,
     or if code that names the attributes `named` may read what they change."""
-    if not _READING.isdisjoint(named):
+    optimizer = torch.optim.Optimizer
+    zeroes = isinstance(value, optimizer) and type(value).zero_grad is not optimizer.zero_grad
+    if zeroes or not _READING.isdisjoint(named):
         return ()
-    if isinstance(value, torch.optim.Optimizer):
-        kind = type(value)
-        if kind.zero_grad is not torch.optim.Optimizer.zero_grad:
-            return ()
     return next((names for kind, names in _STEPS.items() if isinstance(value, kind)), ())
 
 
@@ -114,13 +112,14 @@ class StepWatch(StateWatch):
 
     def _used(self) -> dict[str, Any]:
         held = vars(self.object)
-        return {name: held[name] for name in ("param_groups", *_SCALING) if name in held}
+        names = ("param_groups", "_enabled", *_SCALES)
+        return {name: held[name] for name in names if name in held}
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         used = self._used()
         groups = used.get("param_groups", ())
         found = [parameter for group in groups for parameter in group["params"]]
-        found += [used[name] for name in _SCALING[:2] if used.get(name) is not None]
+        found += [used[name] for name in _SCALES if used.get(name) is not None]
         tokens.append((StepWatch, type(self.object), len(found), used.get("_enabled")))
         arrays += found
 
@@ -148,7 +147,8 @@ class StepWatch(StateWatch):
             checks.sequence(group["params"], [*group["params"]])
 
 
-_SCALING = "_scale", "_growth_tracker", "_enabled"
+_SCALES = "_scale", "_growth_tracker"
+"""The tensors of a scaler."""
 
 
 class ModuleWatch(Watch):
