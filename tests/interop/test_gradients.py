@@ -265,3 +265,29 @@ def test_random_orders_of_calls_and_backwards(seed: int, make_chained: Make, whe
         else:
             with torch.no_grad():
                 pair.both(lambda forward, model: forward(drawn(7, where=where)))
+
+
+class Checked(_nn.Module):  # type: ignore[misc]  # torch has no type for it
+    """A network that waits in its forward for a value that decides, and one that is returned."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner = network(where)
+
+    def forward(self, x: Any) -> Any:
+        assert torch.isfinite(x).all(), "the input is not finite"
+        return self.inner(x)
+
+
+def test_a_call_that_waits_has_the_gradients_of_an_eager_call(
+    make_chained: Make, where: str
+) -> None:
+    models = [Checked(where) for _ in range(2)]
+    step = make_chained(models[0], gradients="replay")
+    for call in range(14):
+        for forward, model in ((step, models[0]), (models[1], models[1])):
+            model.zero_grad()
+            forward(drawn(call, where=where)).square().sum().backward()
+        for mine, theirs in zip(*[model.parameters() for model in models], strict=True):
+            assert torch.equal(mine.grad, theirs.grad), (call, step.explain())
+    assert step.statistics().replays == 0 and "waits" in step.explain(), step.explain()

@@ -416,3 +416,19 @@ def test_random_training(seed: int, make_chained: Make, where: str) -> None:
         rows=sizes.__getitem__,
         replays=0,
     )
+
+
+def test_a_step_that_returns_a_loss_with_gradients(make_chained: Make, where: str) -> None:
+    def writer(t: Trained) -> Step:
+        def step(x: Any, y: Any) -> Any:
+            t.optimizer.zero_grad()
+            loss = _nn.functional.mse_loss(t.model(x), y)
+            loss.backward()
+            t.optimizer.step()
+            t.scheduler.step()
+            return loss
+
+        return step
+
+    step = trained(make_chained, where, writer, replays=0, gradients="replay")
+    assert "detach" in step.explain(), step.explain()

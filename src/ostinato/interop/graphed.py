@@ -91,6 +91,7 @@ _MOST_TWINS = 3
 """The most further pairs of graphs that a key has for calls while backwards are pending."""
 _MOST_CHAINS = 8
 """The most chains of a key, each for other values that the host sees."""
+_STEPS = "it has steps that Python makes"
 _STRANGE = 16
 """A key is given up after more calls than this whose values no chain has, plus four for each call
 that a chain served."""
@@ -284,8 +285,13 @@ class Graphed(Guarded, Closeable):
         if line.refused:
             self._engine.entered(line)[1].calls += 1
             raise InputError(f'{line.refused}, or ask for gradients="eager"')
-        if line.warmed and line.waits is None and self._stepping:
-            line.waits = Waiting("it has steps that Python makes")
+        if line.warmed and line.waits is None and self._stepping and not line.reason:
+            if line.differentiated:
+                self._give_up(
+                    line, f"{_STEPS}, and its result needs gradients: return loss.detach()"
+                )
+            else:
+                line.waits = Waiting(_STEPS)
         if line.waits is not None and not line.reason:
             try:
                 return self._waiting(line, line.waits, given, key)
@@ -1136,6 +1142,7 @@ class _Work(Work):
             isinstance(error, WaitsForDevice)
             and door._library.chain is not None
             and not self.given.sizes
+            and not self.call.differentiated  # a chain gives no gradients
         ):
             if self.call.parent is None and not door._step_in_python(waits=True):
                 self.call.waits = Waiting(str(error))
