@@ -13,6 +13,7 @@ import ctypes
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,3 +242,22 @@ def optional(skipped: dict[str, str], name: str, make: Callable[[], object]) -> 
     except Exception as error:
         skipped[name] = f"{type(error).__name__}: {error}"
         return None
+
+
+def call_times(
+    torch: Any, ways: Mapping[str, Callable[..., Any]], args: Sequence[Any], turns: int, calls: int
+) -> dict[str, float]:
+    """Times whole calls with the wait for the GPU at their end, each way `calls` times in a turn.
+    Returns medians in microseconds.  The way "compiled" is what torch.compile has made."""
+    times: dict[str, list[int]] = {way: [] for way in ways}
+    for _ in range(turns):
+        for way, call in ways.items():
+            for _ in range(calls):
+                torch.cuda.synchronize()
+                start = time.perf_counter_ns()
+                if way == "compiled":
+                    torch.compiler.cudagraph_mark_step_begin()
+                call(*args)
+                torch.cuda.synchronize()
+                times[way].append(time.perf_counter_ns() - start)
+    return {way: statistics.median(found) / 1e3 for way, found in times.items()}

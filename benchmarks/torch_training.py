@@ -14,7 +14,6 @@ the first 12 steps.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -242,18 +241,7 @@ def measure(
                 ways["compiled"](*args)
             torch.cuda.synchronize()
             row["compile_ms"] = round(1e3 * (time.perf_counter() - began), 1)
-        times: dict[str, list[int]] = {way: [] for way in ways}
-        for _ in range(max(2, steps // BLOCK)):
-            for way, call in ways.items():
-                for _ in range(BLOCK):
-                    if way == "compiled":
-                        torch.compiler.cudagraph_mark_step_begin()
-                    torch.cuda.synchronize()
-                    start = time.perf_counter_ns()
-                    call(*args)
-                    torch.cuda.synchronize()
-                    times[way].append(time.perf_counter_ns() - start)
-        us = {way: statistics.median(found) / 1e3 for way, found in times.items()}
+        us = common.call_times(torch, ways, args, max(2, steps // BLOCK), BLOCK)
         row |= {f"{way.replace(' ', '_')}_us": round(value, 1) for way, value in us.items()}
         row["of_eager"] = round(us["graphed"] / us["eager"], 3)
         if "by hand" in us:

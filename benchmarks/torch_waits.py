@@ -13,7 +13,6 @@ time; `how` is what `graphed` has made of it, with the reason of an eager run.
 from __future__ import annotations
 
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -348,22 +347,9 @@ def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> di
         except Exception as error:
             row["compile_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
         row["compile_ms"] = round(1e3 * (time.perf_counter() - began), 1)
-    times: dict[str, list[int]] = {way: [] for way in ways}
-    for _ in range(max(1, calls // BLOCK)):
-        for way, call in ways.items():
-            for _ in range(BLOCK):
-                torch.cuda.synchronize()
-                start = time.perf_counter_ns()
-                if way == "compiled":
-                    torch.compiler.cudagraph_mark_step_begin()
-                call(*args)
-                torch.cuda.synchronize()
-                times[way].append(time.perf_counter_ns() - start)
-    for way, found in times.items():
-        row[f"{way}_us"] = round(statistics.median(found) / 1e3, 1)
-    row["of_eager"] = round(
-        statistics.median(times["graphed"]) / statistics.median(times["eager"]), 3
-    )
+    us = common.call_times(torch, ways, args, max(1, calls // BLOCK), BLOCK)
+    row |= {f"{way}_us": round(value, 1) for way, value in us.items()}
+    row["of_eager"] = round(us["graphed"] / us["eager"], 3)
     counts = step.statistics()
     row |= {"captures": counts.captures, "replays": counts.replays, "eager": counts.eager}
     row["how"] = "; ".join(
