@@ -459,7 +459,8 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
         for sequence in range(sequences):
             options[sequence] = _OPTIONS[int(random.integers(len(_OPTIONS)))]
             options[sequence]["seed"] = random.integers(1 << 63)
-        options["biased"] = np.minimum(options["biased"], c.vocabulary)  # no token twice
+            biased = int(options[sequence]["biased"])
+            options[sequence]["biased"] = min(biased, c.vocabulary)  # no token twice
         return Case(name, table.view(ROW).reshape(-1), state, options)
 
     def token() -> int:

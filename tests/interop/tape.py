@@ -277,8 +277,8 @@ class OnTape(OnCpu):
             result = mode.run(lambda: work(self.ours))
         return result, WaitsForDevice(mode.why) if mode.why else None
 
-    def differentiable(self, function: Any) -> Any:
-        return _Synchronised(self.capture, function)
+    def differentiable(self, function: Any, state: Any) -> Any:
+        return _Synchronised(self.capture, function, state)
 
     def ready_beside(self) -> None:
         """There is no side stream."""

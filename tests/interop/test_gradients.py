@@ -211,28 +211,49 @@ def test_weights_that_are_loaded_or_move(pair: Pair) -> None:
         pair.both(work)
 
 
-# Weights that are no module's: torch warns of eager steps beside the graphs.
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
-def test_a_function_with_several_results(make_chained: Make, where: str) -> None:
+def several(where: str) -> Callable[[Any], Any]:
     weight = torch.randn(4, 4, generator=torch.Generator().manual_seed(3)).to(where)
-    weights = [weight.clone().requires_grad_() for _ in range(2)]
+    weight.requires_grad_()
 
-    def of(w: Any) -> Any:
-        def function(x: Any) -> Any:
-            y = x @ w
-            return {"y": y, "half": y[:2], "count": x.sum(), "same": y}
+    def function(x: Any) -> Any:
+        y = x @ weight
+        return {"y": y, "half": y[:2], "count": x.sum(), "same": y}
 
-        return function
+    function.weights = [weight]  # type: ignore[attr-defined]
+    return function
 
-    step, eager = make_chained(of(weights[0]), gradients="replay"), of(weights[1])
-    for call in range(8):
+
+def of_a_closure(where: str) -> Callable[[Any], Any]:
+    model = network(where)
+    function = lambda x: {"y": model(x), "half": model[0].bias * x[:, :1]}  # noqa: E731
+    function.weights = [*model.parameters()]  # type: ignore[attr-defined]
+    return function
+
+
+def recurrent(where: str) -> Callable[[Any], Any]:
+    torch.manual_seed(5)
+    model = _nn.GRU(4, 3, num_layers=2).to(where)
+    function = lambda x: {"y": model(x)[0]}  # noqa: E731
+    function.weights = [*model.parameters()]  # type: ignore[attr-defined]
+    return function
+
+
+@pytest.mark.parametrize("of", [several, of_a_closure, recurrent])
+def test_results_that_stay_alive(of: Callable[[str], Any], make_chained: Make, where: str) -> None:
+    """Their history keeps autograd's nodes of the weights, on the stream of the call."""
+    functions = [of(where) for _ in range(2)]
+    step = make_chained(functions[0], gradients="replay")
+    alive: list[Any] = []
+    for call in range(10):
         x = drawn(call, where=where)
-        for side, function in enumerate((step, eager)):
+        for function in (step, functions[1]):
             found = function(x)
-            assert not found["count"].requires_grad
-            (found["y"].sum() + found["half"].square().sum() + found["same"][0].sum()).backward()
-            if side:
-                assert torch.equal(weights[0].grad, weights[1].grad), call
+            alive.append(found)
+            assert "count" not in found or not found["count"].requires_grad
+            parts = [found[key].square().sum() for key in ("y", "half") if key in found]
+            (sum(parts) + (found["same"][0].sum() if "same" in found else 0)).backward()
+        for mine, theirs in zip(*[f.weights for f in functions], strict=True):
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-6), (call, step.explain())
     assert step.statistics().replays >= 5, step.explain()
 
 

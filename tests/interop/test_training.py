@@ -378,8 +378,12 @@ def test_a_step_whose_rate_is_read_is_never_stale(make_chained: Make, where: str
     trained(make_chained, where, writer, replays=0)
 
 
-def test_checks_take_back_what_a_step_did(make_chained: Make, where: str) -> None:
-    step = trained(make_chained, where, scheduled, "adam", verify=3)
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+@pytest.mark.parametrize("writer", STEPS)
+def test_checks_take_back_what_a_step_did(
+    writer: Any, kind: str, make_chained: Make, where: str
+) -> None:
+    step = trained(make_chained, where, writer, kind, verify=3)
     assert step.statistics().verified > 2, step.explain()
 
 

@@ -91,7 +91,9 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
     if _status(error) == Status.STREAM_CAPTURE_IMPLICIT:
         hint = (
             ". The line, or a library that it calls, works on the legacy default stream, which no "
-            f"graph can hold: give it the stream that is current in {library.__name__}"
+            f"graph can hold: give it the stream that is current in {library.__name__}. If the "
+            "line is a backward, a result of an earlier eager call is still alive, and with it "
+            "autograd's nodes of the weights on that stream: detach it"
         )
     return f"it cannot be captured: {kind}: {text}{place}{hint}"
 

@@ -1288,7 +1288,7 @@ class _Work(Work):
         assert captured is not None and line.counts is not None
         memory = CallEffects(door._subject, line, captured, self.given)
         report = check_runs(memory, eager, replay, once=True)
-        self.made = None
+        self.made = self._before = self._ran = None
         if report.finding is None:
             line.counts.ran_eagerly(0, "a check runs the call eagerly too")
         return report

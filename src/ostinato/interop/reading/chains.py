@@ -44,6 +44,8 @@ class PythonStep:
     kwargs: dict[str, Any]
     attached: list[tuple[Any, str, Any]]
     """The gradients at the call, as `Library.attached` lists them."""
+    objects: tuple[Any, ...]
+    """The objects that the call may change: its own, and the optimiser that a scaler is given."""
 
     def __call__(self) -> None:
         """Makes the call.  Raises Raised, which ends the replay where the call would end."""

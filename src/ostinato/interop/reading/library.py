@@ -53,14 +53,11 @@ class Differentiable(Protocol):
         """Does as `Library.capture`."""
         ...
 
-    def backward(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], owner: object
-    ) -> Any:
+    def backward(self, outputs: Sequence[Any], inputs: Sequence[Any], owner: object) -> Any:
         """Captures the backward of the last run; returns a `ReplayedBackward`.
 
         `outputs`: the arrays of the result that `run` returned; `inputs`: the copied arguments;
-        `state`: the arrays that the function uses besides; `owner`: what keeps the memory of the
-        first capture.  Raises NotGraphable."""
+        `owner`: what keeps the memory of the first capture.  Raises NotGraphable."""
         ...
 
 
@@ -170,8 +167,12 @@ class Library(WatchingLibrary, Protocol):
         """Returns an array over the same memory that needs no gradient."""
         return array
 
-    def differentiable(self, function: Callable[..., Any]) -> Differentiable | None:
-        """Returns the captures of a call and its backward; None for a library without gradients."""
+    def differentiable(
+        self, function: Callable[..., Any], state: Sequence[Any], /
+    ) -> Differentiable | None:
+        """Returns the captures of a call and its backward; None for a library without gradients.
+
+        `state`: the arrays that the function uses besides its arguments."""
         return None
 
     def ready_beside(self) -> None:

@@ -150,7 +150,7 @@ class Maker:
         library = subject.library
         prepared = self._prepare(call)
         inputs, function = prepared.inputs, subject.function
-        pair = library.differentiable(function) if line.differentiated else None
+        pair = library.differentiable(function, call.state) if line.differentiated else None
         if pair is not None:
             function = pair.run
         sources = None if call.sizes or pair else self._extents(inputs, call.leaves)
@@ -181,7 +181,7 @@ class Maker:
         captured = self._captured(line, call, prepared, nodes, result)
         if pair is not None:
             captured.attached = ()  # the gradients of other steps
-            captured.backward = pair.backward(captured.outputs, inputs, call.state, graph.owner)
+            captured.backward = pair.backward(captured.outputs, inputs, graph.owner)
         captured.owner = graph.owner, mover
         captured.moves = moves
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])

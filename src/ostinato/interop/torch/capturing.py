@@ -133,7 +133,7 @@ class Captures:
         (side, _), current = self.beside(), torch.cuda.current_stream(self.index)
         side.wait_stream(current)
         try:
-            with torch.cuda.stream(side):
+            with torch.cuda.stream(side), _no_warning_of_streams():
                 result = work()
         finally:
             current.wait_stream(side)
@@ -355,6 +355,21 @@ class Captures:
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+@contextmanager
+def _no_warning_of_streams() -> Iterator[None]:
+    """Switches off torch's warning of autograd's nodes of weights that belong to another stream:
+    results of other calls of a training step, which are still alive, have made them there."""
+    if not hasattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch"):  # an older torch
+        yield
+        return
+    before = torch._C._warn_on_accumulate_grad_stream_mismatch()
+    torch._C._set_warn_on_accumulate_grad_stream_mismatch(False)
+    try:
+        yield
+    finally:
+        torch._C._set_warn_on_accumulate_grad_stream_mismatch(before)
 
 
 def hand_over(result: Any, stream: Any) -> None:

@@ -12,8 +12,7 @@ another pair of graphs (`pending`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -134,26 +133,36 @@ def detached(result: Any, attached: dict[int, tuple[Any, Any]]) -> Any:
     return _tree_map(plain, result)
 
 
-@contextmanager
-def aliased(module: torch.nn.Module | None) -> Iterator[dict[int, Any]]:
-    """Replaces the weights of a module by other tensors over the same memory, which yields by the
-    `id` of the weight.  Autograd's node of a weight would remember the stream of the capture, and
-    eager steps would find it there."""
-    aliases: dict[int, Any] = {}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for each in () if module is None else module.modules():
-        for name, weight in each._parameters.items():
-            if weight is not None and weight.requires_grad:
-                if id(weight) not in aliases:
-                    aliases[id(weight)] = torch.nn.Parameter(weight.detach())
-                replaced.append((each._parameters, name, weight))
-    for held, name, weight in replaced:
-        held[name] = aliases[id(weight)]
-    try:
-        yield aliases
-    finally:
-        for held, name, weight in replaced:
-            held[name] = weight
+class Aliases(torch.overrides.TorchFunctionMode):  # type: ignore[misc]  # torch has no type for it
+    """Lets torch's functions use other tensors over the same memory for the weights of a function.
+
+    Autograd's node of a weight remembers the stream where it was made, and lives as long as a
+    result that needs it.  The capture would find the node of an eager call on the caller's stream,
+    which it must not wait for; eager calls would find that of the capture."""
+
+    def __init__(self, weights: Sequence[Any]) -> None:
+        super().__init__()
+        self._aliases = {id(weight): (weight, _over_the_same(weight)) for weight in weights}
+
+    def of(self, weight: Any) -> Any:
+        """Returns the tensor that stands for a weight."""
+        return self._aliases[id(weight)][1]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.grad.__get__:  # an alias has none
+            return func(*args)
+        args, kwargs = _tree_map(self._replaced, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _replaced(self, value: Any) -> Any:
+        weight, alias = self._aliases.get(id(value), (None, None))
+        return value if weight is None else alias
+
+
+def _over_the_same(weight: Any) -> Any:
+    if isinstance(weight, torch.nn.Parameter):
+        return torch.nn.Parameter(weight.detach())
+    return weight.detach().requires_grad_()
 
 
 Capturer: TypeAlias = Callable[[Callable[[Stream], Any]], tuple[Graph, Any]]
@@ -163,29 +172,28 @@ class Differentiated:
     """Implements `Differentiable`.  `capture` captures into memory of its own: what the backward
     needs lies there from one launch to the next, and graphs of another pool would write it."""
 
-    def __init__(self, capture: Capturer, function: Callable[..., Any]) -> None:
-        self.capture, self._function = capture, function
-        self._aliases: dict[int, Any] = {}
+    def __init__(
+        self, capture: Capturer, function: Callable[..., Any], state: Sequence[Any]
+    ) -> None:
+        self.capture, self._function, self._state = capture, function, state
+        self._weights = [*{id(one): one for one in state if one.requires_grad}.values()]
+        self._aliases = Aliases(self._weights)
         self._attached: dict[int, tuple[Any, Any]] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Implements `Differentiable.run`."""
         self._attached.clear()
-        module = getattr(self._function, "module", None)
-        with aliased(module) as self._aliases, torch.enable_grad():
-            return detached(self._function(*args, **kwargs), self._attached)
+        with self._aliases, torch.enable_grad():
+            result = self._function(*args, **kwargs)
+        return detached(result, self._attached)
 
-    def backward(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], state: Sequence[Any], owner: object
-    ) -> Backward:
+    def backward(self, outputs: Sequence[Any], inputs: Sequence[Any], owner: object) -> Backward:
         """Implements `Differentiable.backward`."""
-        attached, aliases = self._attached, self._aliases
+        attached, weights = self._attached, self._weights
         indices = [i for i, one in enumerate(outputs) if id(one) in attached]
         results = [attached[id(outputs[i])][1] for i in indices]
         leaves = [i for i, one in enumerate(inputs) if one.requires_grad]
-        weights = [*{id(one): one for one in state if one.requires_grad}.values()]
-        others = [aliases.get(id(weight)) for weight in weights]
-        targets = [inputs[i] for i in leaves] + weights + [t for t in others if t is not None]
+        targets = [*[inputs[i] for i in leaves], *map(self._aliases.of, weights), *weights]
         buffers = [torch.zeros_like(one.detach()) for one in results]
 
         def work(stream: Stream) -> Any:
@@ -195,15 +203,15 @@ class Differentiated:
 
         graph, found = self.capture(work)
         count = len(leaves) + len(weights)
-        gradients, by_alias = [*found[:count]], iter(found[count:])
-        for index, alias in enumerate(others, len(leaves)):
-            other = None if alias is None else next(by_alias)
-            if gradients[index] is not None and other is not None:
-                raise NotGraphable("a weight of the module is used outside of the module too")
-            gradients[index] = other if gradients[index] is None else gradients[index]
+        gradients, themselves = [*found[:count]], found[count:]
+        for index, gradient in enumerate(themselves, len(leaves)):
+            if gradient is not None:  # of code that no mode of torch sees, and as a result
+                if gradients[index] is not None:
+                    raise NotGraphable("some of the code that uses a weight is hidden from torch")
+                gradients[index] = gradient
         words = words_of_nodes(graph.nodes())
-        reads = [one for one in state if points_at(words, memory_of(one))]
-        kept = results, inputs, aliases, owner
+        reads = [one for one in self._state if points_at(words, memory_of(one))]
+        kept = results, inputs, self._aliases, owner
         run = graph.instantiate()
         return Backward(run, indices, buffers, leaves, weights, gradients, reads, kept)
 

@@ -379,8 +379,8 @@ class Torch:
 
     without_gradient = staticmethod(torch.Tensor.detach)
 
-    def differentiable(self, function: Callable[..., Any]) -> Differentiated:
-        return Differentiated(self._captured_apart(), function)
+    def differentiable(self, function: Callable[..., Any], state: Sequence[Any]) -> Differentiated:
+        return Differentiated(self._captured_apart(), function, state)
 
     def _captured_apart(self) -> Capturer:
         """Returns a function that captures into one pool of its own."""

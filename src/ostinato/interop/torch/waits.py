@@ -57,6 +57,7 @@ from ostinato.interop.torch.capturing import (
     out_of_memory,
     undisturbed,
 )
+from ostinato.interop.torch.watching import stateful
 
 _aten = torch.ops.aten
 _leaves: Any = torch.utils._pytree.tree_leaves
@@ -301,7 +302,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if result is not None or modes != self._modes:
             self.why = f"what {line} returns, or the modes of torch there, are not the same later"
             return result
-        step = PythonStep(value, name, _map(alias, args), _map(alias, kwargs), attached)
+        objects = value, *[each for each in map(stateful, given) if each is not None]
+        step = PythonStep(value, name, _map(alias, args), _map(alias, kwargs), attached, objects)
         written = frozenset(self._written)
         self._parts.waited(Wait(line, None, step, None, written, self._unseen, step))
         self._start()
