@@ -459,8 +459,7 @@ def cases(bench: Bench, rows: int) -> Iterator[Case]:
         for sequence in range(sequences):
             options[sequence] = _OPTIONS[int(random.integers(len(_OPTIONS)))]
             options[sequence]["seed"] = random.integers(1 << 63)
-            biased = int(options[sequence]["biased"])
-            options[sequence]["biased"] = min(biased, c.vocabulary)  # no token twice
+        options["biased"] = options["biased"].astype(int).clip(max=c.vocabulary)  # no token twice
         return Case(name, table.view(ROW).reshape(-1), state, options)
 
     def token() -> int:
@@ -507,7 +506,7 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             rows["position"] = position
             rows["token"] = bench.random.integers(bench.config.vocabulary)
             options[:] = values
-            options["biased"] = np.minimum(options["biased"], bench.config.vocabulary)
+            options["biased"] = options["biased"].astype(int).clip(max=bench.config.vocabulary)
             masks = None
             if number % 5 == 0:  # a quarter of the tokens
                 rows["flags"] |= MASKED

@@ -390,6 +390,13 @@ def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
     heads = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
     own = torch.Generator(device="cuda").manual_seed(3)
     attention = torch.nn.functional.scaled_dot_product_attention
+    learned, kept = torch.randn(2, 4, 64, 64, device="cuda", requires_grad=True), []
+
+    def differentiated() -> torch.Tensor:
+        kept.append(attention(learned, learned, learned, dropout_p=0.5))
+        # What autograd keeps stays in use, and with it the seed that the backward reads.
+        return torch.autograd.grad(kept[-1].sum(), learned, retain_graph=True)[0]
+
     return {
         "dropout": (lambda: torch.nn.functional.dropout(x, 0.5), ()),
         "rand": (lambda: torch.rand(ROWS, device="cuda"), ()),
@@ -397,6 +404,7 @@ def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
         "multinomial": (lambda: torch.multinomial(x.abs(), 4), ()),
         "own generator": (lambda: torch.rand(ROWS, device="cuda", generator=own), (own,)),
         "attention": (lambda: attention(heads, heads, heads, dropout_p=0.5), ()),
+        "gradient of attention": (differentiated, ()),
     }
 
 

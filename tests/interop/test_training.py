@@ -14,21 +14,63 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
+from ostinato.interop.torch import waits
 from tests.interop.tape import OnCpu  # needs torch
 
 Make = Callable[..., Any]
 _nn: Any = torch.nn
 
 
+def layered() -> Any:
+    return _nn.Sequential(
+        _nn.Linear(4, 8), _nn.BatchNorm1d(8), _nn.ReLU(), _nn.Dropout(0.25), _nn.Linear(8, 2)
+    )
+
+
+class Attending(_nn.Module):  # type: ignore[misc]  # torch has no type for it
+    """A model that draws random numbers inside its attention, twice, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = _nn.TransformerEncoderLayer(16, 2, 16, dropout=0.25, batch_first=True)
+        self.first, self.last = _nn.Linear(4, 16), _nn.Linear(16, 2)
+        self.encoder = _nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.encoder(self.first(x)[:, None].expand(-1, 6, -1))[:, 0])
+
+
+class Masking(_nn.Module):  # type: ignore[misc]  # torch has no type for it
+    """A graph network, which chooses its edges by a mask: an operation that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _nn.Linear(4, 8), _nn.Linear(8, 2)
+        draw = torch.Generator().manual_seed(0)
+        self.register_buffer("edges", torch.randint(0, 8, (2, 40), generator=draw))
+
+    def forward(self, x: Any) -> Any:
+        source, target = self.edges[:, self.edges[0] != self.edges[1]]
+        weights = torch.zeros(8, device=x.device).index_add(0, target, x.new_ones(len(target)))
+        x = self.first(x)
+        x = torch.zeros_like(x).index_add(0, target, x[source] / weights[target][:, None])
+        return self.last(x.relu())
+
+
 class Trained:
     """A small model with an optimiser, a scheduler and a scaler, and the step that trains it."""
 
-    def __init__(self, where: str, optimizer: str = "sgd", *, scales: bool = False) -> None:
+    def __init__(
+        self,
+        where: str,
+        optimizer: str = "sgd",
+        model: Callable[[], Any] = layered,
+        *,
+        scales: bool = False,
+    ) -> None:
         torch.manual_seed(1)
         self.where, self.clip = where, 1.0
-        self.model = _nn.Sequential(
-            _nn.Linear(4, 8), _nn.BatchNorm1d(8), _nn.ReLU(), _nn.Dropout(0.25), _nn.Linear(8, 2)
-        ).to(where)
+        self.model = model().to(where)
         self.unused = _nn.Parameter(torch.ones(2, device=where))
         parameters = [*self.model.parameters(), self.unused]
         make: dict[str, Callable[[], Any]] = {
@@ -195,11 +237,12 @@ def trained(
     between: Callable[[Trained, int], None] = lambda trained, call: None,
     rows: Callable[[int], int] = lambda call: 8,
     replays: int = 10,
+    model: Callable[[], Any] = layered,
     **options: Any,
 ) -> Any:
     """Trains by graphed and by eager steps; each call must do the same.  `between` is called before
     each call.  Returns the graphed step."""
-    both = [Trained(where, kind, scales=writer is scaled) for _ in range(2)]
+    both = [Trained(where, kind, model, scales=writer is scaled) for _ in range(2)]
     steps = [make(writer(both[0]), **options), writer(both[1])]
     random_states = [torch.get_rng_state()] * 2
     for call in range(calls):
@@ -227,6 +270,51 @@ def trained(
 @pytest.mark.parametrize("writer", STEPS)
 def test_a_whole_step(writer: Any, kind: str, make_chained: Make, where: str) -> None:
     trained(make_chained, where, writer, kind)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_random_numbers_inside_attention(kind: str, make_chained: Make, where: str) -> None:
+    """Its backward reads the seed of the forward, which the graph itself has written."""
+    trained(make_chained, where, plainly, kind, model=Attending)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_model_that_waits(kind: str, make_chained: Make, where: str) -> None:
+    trained(make_chained, where, plainly, kind, model=Masking, replays=0)
+
+
+def test_parts_that_hold_much(
+    make_chained: Make, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is ended where it holds too much; not in a backward, which has its own thread."""
+    monkeypatch.setattr(waits, "MOST_HELD", 256)
+    trained(make_chained, where, plainly, "adam")
+
+
+class Rounded(torch.autograd.Function):  # type: ignore[misc]  # torch has no type for it
+    """Waits in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient / 2 if float(gradient.abs().max()) > 100 else gradient
+
+
+def test_a_backward_that_waits(make_chained: Make, where: str) -> None:
+    def writer(t: Trained) -> Step:
+        def step(x: Any, y: Any) -> Any:
+            t.optimizer.zero_grad()
+            loss = _nn.functional.mse_loss(Rounded.apply(t.model(x)), y)
+            loss.backward()
+            t.optimizer.step()
+            return loss.detach()
+
+        return step
+
+    trained(make_chained, where, writer, "adam", replays=0)
 
 
 def test_a_rate_that_changes_at_each_call(make_chained: Make, where: str) -> None:

@@ -223,6 +223,8 @@ _SOURCE = Source(
 _ONE = LaunchConfig(grid=1, block=1)
 _FIRST_SEED = 0x5EED_0000_0000
 """The first seed of a measurement; such numbers are in no memory by chance."""
+_UNTOUCHED = _FIRST_SEED - 1
+"""The content of words of which it is not known whether torch writes a seed there."""
 _lock = new_lock()
 """Held from reading a generator's offset to setting it."""
 
@@ -288,9 +290,13 @@ def _measure(
     for node in nodes:
         if node.kind in switches:
             driver.exec_set_enabled(executable, node.handle, False)
+    seeds = {seed: torch.as_tensor(_Words(seed), device="cuda") for seed, _ in places}
     with _lock:
         saved = [state.get_state() for state in states]
+        contents = {seed: words.clone() for seed, words in seeds.items()}
         try:
+            for words in seeds.values():
+                words.fill_(_UNTOUCHED)
             for number, state in enumerate(states):
                 state.manual_seed(_FIRST_SEED + number)
             owner.replay()
@@ -302,7 +308,11 @@ def _measure(
             owner.instantiate()  # with every node switched on, for torch's own replays
     found: dict[int, list[tuple[int, int]]] = {}
     for seed, offset in sorted(places):
-        number = int(torch.as_tensor(_Words(seed), device="cuda").item()) - _FIRST_SEED
+        value = int(seeds[seed].item())
+        if value == _UNTOUCHED:  # a seed that attention keeps for its backward
+            seeds[seed].copy_(contents[seed])
+            continue
+        number = value - _FIRST_SEED
         if not 0 <= number < len(states):
             raise GraphError(
                 "it is not known from which generator: give it to adopt_graph (generators=), or "

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -139,6 +140,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         parts.around = self._around
         self._captor, self._parts, self._known, self._device = captor, parts, known, device
         self._segment: Segment | None = None
+        self._thread = 0
+        """The thread of the capture under way."""
         self._position: Hashable = None
         self._done: list[tuple[Any, Any, Any, list[Any]]] = []
         """The operations of the capture, to run them again if it breaks."""
@@ -176,6 +179,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         try:
             with self:
                 result = work()
+        except NotGraphable:
+            self._drop()
+            raise
         except Exception as error:
             if not self.why and out_of_memory(error):
                 self._drop()
@@ -194,7 +200,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         return result
 
     def _start(self) -> None:
-        self._done, self._held = [], 0
+        self._done, self._held, self._thread = [], 0, threading.get_ident()
         self._segment = self._captor.begin()
         self._position = self._segment.position()
 
@@ -230,6 +236,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         segment, self._segment = self._segment, None
         if segment is None:
             return
+        self._here(segment)
         try:
             graph = segment.end()
             self._keep()
@@ -240,9 +247,20 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         except Exception as error:
             self._recover(None, f"a part of the call could not be a graph ({error})")
 
+    def _here(self, segment: Segment) -> None:
+        """Raises WaitsForDevice in the thread of a backward: a capture must end in the thread where
+        it began.  The call runs eagerly, from its start."""
+        if threading.get_ident() != self._thread:
+            self._segment = segment
+            raise WaitsForDevice(
+                f"work of a backward at {line_outside_torch()} waits for the GPU, or is unknown to "
+                "torch, and a capture cannot be ended in the thread of a backward"
+            )
+
     def _recover(self, segment: Segment | None, why: str) -> None:
         """Runs the operations of a broken capture; the rest of the run is eager."""
         if segment is not None:
+            self._here(segment)
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
         self._captor.settle(why)
@@ -456,7 +474,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                     self._held += leaf.untyped_storage().nbytes()
                     self._own[_storage(leaf)] = None
         self._done.append((func, *given, results))
-        if self._held > MOST_HELD:
+        if self._held > MOST_HELD and threading.get_ident() == self._thread:
             self._next()
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
