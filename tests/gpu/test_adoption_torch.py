@@ -393,7 +393,8 @@ def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
     learned, kept = torch.randn(2, 4, 64, 64, device="cuda", requires_grad=True), []
 
     def differentiated() -> torch.Tensor:
-        kept.append(attention(learned, learned, learned, dropout_p=0.5))
+        with torch.enable_grad():
+            kept.append(attention(learned, learned, learned, dropout_p=0.5))
         # What autograd keeps stays in use, and with it the seed that the backward reads.
         return torch.autograd.grad(kept[-1].sum(), learned, retain_graph=True)[0]
 

@@ -23,7 +23,7 @@ from ostinato.interop.torch.capturing import explained
 from ostinato.interop.torch.gradients import Differentiated
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch
-from ostinato.interop.torch.waits import Segments
+from ostinato.interop.torch.waits import Segments, has_parts
 
 _tree_map: Any = torch.utils._pytree.tree_map
 _tree_leaves: Any = torch.utils._pytree.tree_leaves
@@ -49,7 +49,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         self.broken = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._can_decompose():  # in inference mode: a part of it may wait
+        if has_parts(func, torch.device("cpu")):  # in inference mode: a part of it may wait
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         if func.namespace == "profiler" or func in _VIEWS:

@@ -347,7 +347,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             if self._stepping or self.why:
                 return self._run_noted(func, args, kwargs)
             return func(*args, **kwargs)
-        if func._can_decompose():  # it may wait in one of its parts
+        if has_parts(func, self._device):  # it may wait in one of them
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -597,6 +597,13 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                     torch.cuda.current_stream().synchronize()
                 found.append(_bytes(leaf))
         return tuple(found)
+
+
+def has_parts(func: Any, device: torch.device) -> bool:
+    """True for an operation that runs as others; in inference mode such ones come here.  Some that
+    have a kernel of the device have parts too (silu_backward), whose sums differ from its."""
+    kernel = torch._C._parse_dispatch_key(device.type.upper())
+    return bool(func._can_decompose() and not func.has_kernel_for_dispatch_key(kernel))
 
 
 def _runs_once(func: Any) -> bool:
