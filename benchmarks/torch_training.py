@@ -109,7 +109,7 @@ def _works(torch: Any) -> dict[str, Work]:
         "mlp": Work(mlp, squares, lambda g: (randn(g, 64, 64), randn(g, 64, 8))),
         "lstm": Work(Recurrent, squares, lambda g: (randn(g, 16, 24, 32), randn(g, 16, 4))),
         "graph network": Work(
-            GraphNet, squares, lambda g: (randn(g, 200, 32), randn(g, 200, 16)), True
+            GraphNet, squares, lambda g: (randn(g, 200, 32), randn(g, 200, 16)), waits=True
         ),
         "transformer": Work(
             transformer, squares, lambda g: (randn(g, 8, 32, 128), randn(g, 8, 32, 128))

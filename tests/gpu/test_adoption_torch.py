@@ -394,9 +394,9 @@ def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
 
     def differentiated() -> torch.Tensor:
         with torch.enable_grad():
-            kept.append(attention(learned, learned, learned, dropout_p=0.5))
+            kept.append(attention(learned, learned, learned, dropout_p=0.5).sum())
         # What autograd keeps stays in use, and with it the seed that the backward reads.
-        return torch.autograd.grad(kept[-1].sum(), learned, retain_graph=True)[0]
+        return torch.autograd.grad(kept[-1], learned, retain_graph=True)[0]
 
     return {
         "dropout": (lambda: torch.nn.functional.dropout(x, 0.5), ()),

@@ -280,7 +280,7 @@ def test_random_numbers_inside_attention(kind: str, make_chained: Make, where: s
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_a_model_that_waits(kind: str, make_chained: Make, where: str) -> None:
-    trained(make_chained, where, plainly, kind, model=Masking, replays=0)
+    trained(make_chained, where, plainly, kind, model=Masking)
 
 
 def test_parts_that_hold_much(
@@ -447,7 +447,7 @@ def test_a_value_that_decides(make_chained: Make, where: str) -> None:
         with torch.no_grad():
             t.model[4].bias[0] = float("nan") if call == 12 else 0.25
 
-    trained(make_chained, where, stopped_by_nan, calls=30, between=between, replays=0)
+    trained(make_chained, where, stopped_by_nan, calls=30, between=between)
 
 
 def test_a_step_whose_rate_is_read_is_never_stale(make_chained: Make, where: str) -> None:

@@ -282,12 +282,6 @@ class Maker:
             made.fresh.append(place.get(made.result))
             result = place.put(result, mark)
         captured = self._captured(line, call, made.prepared, nodes, result, chain, marks)
-        # Refused: on an H200 the step of a graph network, which waits in its forward, broke a later
-        # capture, and the cause is not known.
-        if captured.attached and any(link.wait.compared for link in links.links):
-            raise subject.not_graphable(
-                "a call that depends on a value gives gradients to what it uses"
-            )
         # Other values of the waits than in the warm-up may lead to other writes.
         line.state |= self.changed(call.state, made.versions)
         self._note_saved(call, made, chain)

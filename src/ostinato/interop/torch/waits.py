@@ -478,10 +478,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             self._next()
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        if not func._schema.is_mutable:
-            return
         for argument, value in _arguments(func, args, kwargs):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            if _is_written(argument):
                 for leaf in _leaves(value):
                     if not (_is_tensor(leaf) and self._is_there(leaf)):
                         continue
@@ -579,7 +577,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         """Returns the CPU tensors that an operation reads."""
         found = []
         for argument, value in _arguments(func, args, kwargs):
-            if argument.alias_info is None or not argument.alias_info.is_write:
+            if not _is_written(argument):
                 found += [leaf for leaf in _leaves(value) if _is_tensor(leaf)]
         return [tensor for tensor in found if not self._is_there(tensor)]
 
@@ -717,6 +715,12 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
             yield argument, args[index]
         elif argument.name in kwargs:
             yield argument, kwargs[argument.name]
+
+
+def _is_written(argument: Any) -> bool:
+    """True if an operation writes an argument; batch norm does, against its schema."""
+    written = argument.alias_info is not None and argument.alias_info.is_write
+    return written or argument.name in ("running_mean", "running_var")
 
 
 @contextmanager
