@@ -33,8 +33,9 @@ class Attending(_nn.Module):  # type: ignore[misc]  # torch has no type for it
     def __init__(self) -> None:
         super().__init__()
         layer = _nn.TransformerEncoderLayer(16, 2, 16, dropout=0.25, batch_first=True)
-        self.first, self.last = _nn.Linear(4, 16), _nn.Linear(16, 2)
+        self.first = _nn.Linear(4, 16)
         self.encoder = _nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = _nn.Linear(16, 2)
 
     def forward(self, x: Any) -> Any:
         return self.last(self.encoder(self.first(x)[:, None].expand(-1, 6, -1))[:, 0])
@@ -50,9 +51,12 @@ class Masking(_nn.Module):  # type: ignore[misc]  # torch has no type for it
         self.register_buffer("edges", torch.randint(0, 8, (2, 40), generator=draw))
 
     def forward(self, x: Any) -> Any:
-        source, target = self.edges[:, self.edges[0] != self.edges[1]]
+        count = len(x)
+        source, target = self.edges[:, self.edges[0] != self.edges[1]] % count
         # No sums in index_add, whose order differs from run to run on a GPU.
-        linked = torch.zeros(8, 8, device=x.device).index_put((target, source), x.new_ones(()))
+        linked = torch.zeros(count, count, device=x.device).index_put(
+            (target, source), x.new_ones(())
+        )
         x = linked @ self.first(x) / linked.sum(1, keepdim=True).clamp(min=1)
         return self.last(_nn.functional.mish(x))
 
@@ -71,6 +75,7 @@ class Trained:
         torch.manual_seed(1)
         self.where, self.clip = where, 1.0
         self.model = model().to(where)
+        *_, self.last = [each for each in self.model.modules() if isinstance(each, _nn.Linear)]
         self.unused = _nn.Parameter(torch.ones(2, device=where))
         parameters = [*self.model.parameters(), self.unused]
         make: dict[str, Callable[[], Any]] = {
@@ -85,7 +90,7 @@ class Trained:
         self.scaler = torch.amp.GradScaler(
             where, init_scale=64.0, growth_interval=3, enabled=scales
         )
-        self.average = torch.zeros(8, 4, device=where)
+        self.average = torch.zeros_like(next(self.model.parameters()))
 
     def state(self) -> list[Any]:
         """Returns all that a step may change."""
@@ -171,7 +176,7 @@ def accumulated(t: Trained) -> Step:
             total += loss.detach()
         t.optimizer.step()
         with torch.no_grad():
-            t.average.mul_(0.9).add_(t.model[0].weight, alpha=0.1)
+            t.average.mul_(0.9).add_(next(t.model.parameters()), alpha=0.1)
         return total
 
     return step
@@ -224,7 +229,7 @@ def same(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    return bool(one == other or (one != one and other != other))  # NaN is NaN
 
 
 def trained(
@@ -478,7 +483,8 @@ def test_checks_take_back_what_a_step_did(
 @pytest.mark.parametrize("seed", range(6))
 def test_random_training(seed: int, make_chained: Make, where: str) -> None:
     draw = random.Random(seed)
-    plan = [draw.choice(["", "", "", "rate", "eval", "freeze", "load", "none"]) for _ in range(40)]
+    acts = ["", "", "", "rate", "eval", "freeze", "load", "none", "nan"]
+    plan = [draw.choice(acts) for _ in range(40)]
     kept: dict[int, Any] = {}
 
     def between(t: Trained, call: int) -> None:
@@ -488,7 +494,10 @@ def test_random_training(seed: int, make_chained: Make, where: str) -> None:
         elif what == "eval":
             t.model.train(not t.model.training)
         elif what == "freeze":
-            t.model[4].requires_grad_(not t.model[4].weight.requires_grad)
+            t.last.requires_grad_(not t.last.weight.requires_grad)
+        elif what == "nan":  # for one call, of the steps that stop at it
+            with torch.no_grad():
+                t.last.bias[0] = 0.5 if t.last.bias[0].isnan() else float("nan")
         elif what == "load":
             now = copy.deepcopy(t.optimizer.state_dict())
             t.optimizer.load_state_dict(kept.get(id(t), now))
@@ -496,7 +505,8 @@ def test_random_training(seed: int, make_chained: Make, where: str) -> None:
         elif what == "none":
             t.optimizer.zero_grad()
 
-    writer, kind = draw.choice(STEPS), draw.choice(KINDS)
+    writer, kind = draw.choice([*STEPS, stopped_by_nan]), draw.choice(KINDS)
+    model = draw.choice([layered, Attending, Masking])
     sizes = [draw.choice([8, 8, 8, 6]) for _ in range(40)]
     trained(
         make_chained,
@@ -507,6 +517,8 @@ def test_random_training(seed: int, make_chained: Make, where: str) -> None:
         between=between,
         rows=sizes.__getitem__,
         replays=0,
+        model=model,
+        **draw.choice([{}, {"verify": 4}]),
     )
 
 
