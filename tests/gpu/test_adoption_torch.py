@@ -390,9 +390,13 @@ def random_works() -> dict[str, tuple[object, tuple[object, ...]]]:
     heads = torch.randn(2, 4, 64, 64, device="cuda", dtype=torch.bfloat16)
     own = torch.Generator(device="cuda").manual_seed(3)
     attention = torch.nn.functional.scaled_dot_product_attention
-    learned, kept = torch.randn(2, 4, 64, 64, device="cuda", requires_grad=True), []
+    learned, kept = (
+        torch.randn(2, 4, 64, 64, device="cuda", requires_grad=True),
+        list[torch.Tensor](),
+    )
 
     def differentiated() -> torch.Tensor:
+        kept.clear()  # with autograd's nodes, which remember the stream
         with torch.enable_grad():
             kept.append(attention(learned, learned, learned, dropout_p=0.5).sum())
         # What autograd keeps stays in use, and with it the seed that the backward reads.

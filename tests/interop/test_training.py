@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -445,6 +446,26 @@ def test_an_error_in_a_step_of_python(make_chained: Make, where: str) -> None:
             t.hook.remove()  # type: ignore[attr-defined]
 
     trained(make_chained, where, scheduled, "adam", between=between)
+
+
+def test_an_error_keeps_nothing_alive(make_chained: Make, where: str) -> None:
+    """Its frames hold autograd's nodes, which remember the stream of captures."""
+    t = Trained(where, "adam")
+    step = make_chained(stopped_by_nan(t))
+    alive: list[Any] = []
+    for call in range(16):
+        with torch.no_grad():
+            t.last.bias[0] = float("nan") if call in (1, 8, 11, 12) else 0.5
+        try:
+            step(torch.ones(8, 4, device=where), torch.ones(8, 2, device=where))
+        except FloatingPointError as error:
+            place = error.__traceback__
+            while place is not None and place.tb_next is not None:
+                place = place.tb_next
+            assert place is not None
+            alive.append(weakref.ref(place.tb_frame.f_locals["loss"]))
+            del place
+    assert [loss() for loss in alive] == [None] * 4, step.explain()
 
 
 def test_a_value_that_decides(make_chained: Make, where: str) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from ostinato import GraphCache, GraphExec, MemoryRange, Stream
 from ostinato.errors import (
@@ -212,7 +212,7 @@ class Graphed(Guarded, Closeable):
             except Raised as raised:
                 result = raised
             if isinstance(result, Raised):
-                raise result.error  # here: it has no other context than in an eager call
+                _raise(result)
             if result is EAGER:
                 if len(self._ways) > 1:  # the call may change what the other ways rely on
                     self._keep_only(way)
@@ -296,8 +296,8 @@ class Graphed(Guarded, Closeable):
             try:
                 return self._waiting(line, line.waits, given, key)
             except Raised as raised:
-                failed = raised.error
-            raise failed  # here: it has no other context than in an eager call
+                failed = raised
+            _raise(failed)
         pending: tuple[Reason, str] | None = None
         if line.differentiated:
             line, pending = self._free(line, key)
@@ -1292,6 +1292,18 @@ class _Work(Work):
         if report.finding is None:
             line.counts.ran_eagerly(0, "a check runs the call eagerly too")
         return report
+
+
+def _raise(raised: Raised) -> NoReturn:
+    """Raises the error of a function, with the context of an eager call.  Nothing of this module
+    holds it: the frames of its traceback hold arrays and autograd's nodes."""
+    error = raised.error
+    del raised.error
+    raised.__cause__ = raised.__context__ = None
+    try:
+        raise error
+    finally:
+        del error
 
 
 def _itself(array: Any) -> Any:
