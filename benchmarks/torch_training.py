@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -276,6 +277,7 @@ def main() -> int:
         except Exception as error:
             skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
             print(name, skipped[name], flush=True)
+            traceback.print_exc()
     columns = (
         "work",
         "optimizer",

@@ -289,6 +289,26 @@ def test_a_model_that_waits(kind: str, make_chained: Make, where: str) -> None:
     trained(make_chained, where, plainly, kind, model=Masking)
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_a_backward_writes_only_memory_of_its_graph(
+    kind: str, make_chained: Make, where: str
+) -> None:
+    """A backward allocates in a thread of its own."""
+    others: list[Any] = []
+
+    def between(t: Trained, call: int) -> None:
+        if call == 8:  # the graphs are made
+            sizes = [2**n for n in range(4, 20)] * 8
+            others.extend(torch.full((size,), 7.0, device=where) for size in sizes)
+        assert all(bool((other == 7).all()) for other in others), call
+
+    def writer(t: Trained) -> Step:
+        t.model[3].p = 0.0  # no random numbers, for which torch itself captures
+        return plainly(t)
+
+    trained(make_chained, where, writer, kind, between=between)
+
+
 def test_parts_that_hold_much(
     make_chained: Make, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,14 +231,20 @@ class Captures:
 
         torch's own captures take the default generator, so that other threads which draw random
         numbers meanwhile get an exception; this capture leaves the generators alone.  Returns None
-        if torch must capture: the work draws random numbers, or copies from memory of the host,
-        which torch keeps alive for a graph.
+        if torch must capture: the work draws random numbers, runs a backward (`noted_backward`), or
+        copies from memory of the host, which torch keeps alive for a graph.
         """
         side, stream = self.beside()
         current, owner = torch.cuda.current_stream(self.index), Kept()
         side.wait_stream(current)
+        backwards: list[bool] = []
         try:
-            with torch.cuda.stream(side), undisturbed(), self.allocating(owner):
+            with (
+                torch.cuda.stream(side),
+                undisturbed(),
+                self.allocating(owner),
+                noted_backward(lambda: backwards.append(True)),
+            ):
                 graph, result = captured(stream, work, explained)
         except NotGraphable as broken:
             drew = NOT_REGISTERED in str(broken.__cause__)
@@ -247,7 +253,8 @@ class Captures:
         finally:
             current.wait_stream(side)
         nodes = graph.nodes()
-        if any(drawing(nodes, self.device.driver.memory_range)) or copies_elsewhere(nodes):
+        drew = any(drawing(nodes, self.device.driver.memory_range))
+        if backwards or drew or copies_elsewhere(nodes):
             return None
         return _Made(self.adopted(graph, owner), result)
 
@@ -355,6 +362,36 @@ class Captures:
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+class _NotedEngine:
+    """An engine of autograd that calls a function before each backward of one thread."""
+
+    def __init__(self, engine: Any, note: Callable[[], None]) -> None:
+        self._engine, self._note, self._thread = engine, note, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == self._thread:
+            self._note()
+        return self._engine.run_backward(*args, **kwargs)
+
+
+@contextmanager
+def noted_backward(note: Callable[[], None]) -> Iterator[None]:
+    """Calls `note` before each backward that this thread begins in the block.
+
+    Autograd runs a backward in a thread of its own.  `Captures.allocating` gives memory of the pool
+    to one thread alone; torch's own captures give it to all threads that work in the capture."""
+    variable: Any = torch.autograd.Variable
+    engine = variable._execution_engine
+    variable._execution_engine = _NotedEngine(engine, note)
+    try:
+        yield
+    finally:
+        variable._execution_engine = engine
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from ostinato.interop.torch.capturing import (
     hand_over,
     hidden_capture,
     line_outside_torch,
+    noted_backward,
     one_at_a_time,
     out_of_memory,
     undisturbed,
@@ -209,6 +210,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._cut()
         if not self.why:
             self._start()
+
+    def split(self) -> None:
+        """Ends the capture under way, if there is one, and begins another."""
+        if self._segment is not None:
+            self._next()
 
     def _drop(self) -> None:
         """Ends the capture, of which nothing runs, and puts back what the run has written."""
@@ -891,6 +897,12 @@ def run_chain(
         events = FollowedEvents()
         where = torch.device("cuda", captures.index)
         mode = Segments(captor, parts, captures.waiting, where, steps)
+
+        def begin_backward() -> None:
+            if not captures.by_torch:
+                captures.by_torch = True
+                mode.split()
+
         side.wait_stream(current)
         try:
             with (
@@ -900,6 +912,7 @@ def run_chain(
                 lifted(),
                 compiled_parts(compiled),
                 events.following(),
+                noted_backward(begin_backward),
             ):
                 result = mode.run(lambda: work(stream))
         finally:
