@@ -470,20 +470,6 @@ def test_a_closed_executable_lets_go_of_what_it_was_rebound_to(rig: Rig) -> None
         assert seen() is None
 
 
-def test_closed_memory_that_a_patcher_pointed_at_is_noticed(rig: Rig) -> None:
-    cells, rng = rig.buffers(), random.Random(6)
-    with rig.graph(launches(rng, cells)) as graph, graph.instantiate() as run:
-        other = rig.device.zeros(CELL, np.float32)
-        run.patcher(3, "out")(other)
-        run.launch(rig.stream)
-        rig.device.synchronize()
-        other.close()
-        with pytest.raises(ClosedError, match="node 3"):
-            run.launch(rig.stream)
-        run.patcher(3, "out")(cells[0])
-        run.launch(rig.stream)
-
-
 def test_a_dropped_executable_is_not_held_by_what_was_patched(rig: Rig) -> None:
     cells, rng = rig.buffers(), random.Random(7)
     with rig.graph(launches(rng, cells)) as graph:

@@ -697,7 +697,7 @@ _FAULTS = (
         "owners[place] = target",
         "pass",
         (
-            FOOTGUNS + "lifetimes.py::test_a_rebound_buffer_lives_with_the_executable",
+            FOOTGUNS + "lifetimes.py::test_a_buffer_rebound_by_its_range_lives_with_the_executable",
             CHANGES + "test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at",
         ),
     ),
@@ -1035,7 +1035,7 @@ _FAULTS = (
         "ostinato.graph.words:WordIndex._using",
         "~known & (self.sorts <= Sort.UNKNOWN)",
         "False",
-        (FOOTGUNS + "closed.py::test_an_adopted_graph_is_seen_to_touch_memory",),
+        (MANIFEST + "test_words_of_adopted_graphs",),
         "sgl-project/sglang#27140",
     ),
     Fault(
