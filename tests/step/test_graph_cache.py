@@ -17,10 +17,8 @@ from ostinato.device import Device, open_device
 from ostinato.driver.api import ExecHandle
 from ostinato.errors import (
     ClosedError,
-    GraphError,
     InputError,
     NotHeldError,
-    OstinatoError,
     OutOfMemoryError,
     Status,
 )
@@ -280,27 +278,6 @@ def test_a_cache_that_is_closed_during_a_capture(device: Device, counter: Counte
     with pytest.raises(ClosedError, match="cache is closed"):
         cache.get_or_capture("a", make)
     assert made[0].closed
-
-
-def test_a_driver_that_refuses_to_instantiate(host_device: Device) -> None:
-    """The error passes through, nothing is kept, and the next to ask tries again."""
-    faults = FaultyDriver(host_device.driver)
-    device = Device(faults)
-    counter = Counter(device)
-    cache = ost.GraphCache(device)
-    faults.fail("graph_instantiate", status=Status.OUT_OF_MEMORY)
-    with pytest.raises(GraphError, match="OUT_OF_MEMORY"):
-        cache.get_or_capture("a", lambda: counter.adding(1))
-    assert "a" not in cache and cache.statistics().capture_failures == 1
-    cache.get_or_capture("a", lambda: counter.adding(1))
-    faults.fail("exec_launch")
-    with pytest.raises(OstinatoError, match="exec_launch"):
-        cache.replay("a", counter.stream)
-    assert cache.replay("a", counter.stream) and counter.value == 1
-    run = cache.get("a")
-    cache.close()
-    assert run is not None and run.closed  # the failed launch gave its lease back
-    device.close()
 
 
 # --- nothing is pulled from under a replay
