@@ -496,7 +496,8 @@ def test_a_definition_that_is_changed_afterwards_does_not_show(rig: Rig) -> None
                 run.update(made_of)
             driver = rig.device.driver
             for node in made_of.nodes():
-                other = node.kernel.arguments.with_raw(3, (63).to_bytes(4, "little"))
+                held = node.kernel.arguments
+                other = held.with_bytes(held.slot(3).offset, (63).to_bytes(4, "little"))
                 changed = type(node.kernel)(node.kernel.function, node.kernel.config, other)
                 driver.node_set_params(node.handle, changed)
             run.set(2, "a", cells[1])
