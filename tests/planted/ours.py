@@ -698,7 +698,7 @@ _FAULTS = (
         "pass",
         (
             FOOTGUNS + "lifetimes.py::test_a_buffer_rebound_by_its_range_lives_with_the_executable",
-            CHANGES + "test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at",
+            CHANGES + "test_a_buffer_lives_as_long_as_it_is_pointed_at",
         ),
     ),
     Fault(
@@ -707,7 +707,7 @@ _FAULTS = (
         "ostinato.graph.executable:ArgumentSetter._write",
         "live.owners[place] = owner",
         "live.owners[place] = None",
-        (CHANGES + "test_a_patched_buffer_lives_as_long_as_it_is_pointed_at",),
+        (CHANGES + "test_a_buffer_lives_as_long_as_it_is_pointed_at",),
     ),
     Fault(
         "index-is-not-current",
@@ -955,10 +955,7 @@ _FAULTS = (
         "ostinato.state.staging:StagingRing.write",
         "if stream.capture_info().status is not CaptureStatus.NONE:",
         "if False:",
-        (
-            FOOTGUNS + "values.py::test_a_staged_value_is_not_baked_into_a_graph",
-            STATE + "test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing",
-        ),
+        (STATE + "test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing",),
         "PaddlePaddle/Paddle#78568",
     ),
     Fault(

@@ -181,15 +181,6 @@ def test_a_slot_names_the_size_that_a_call_lacks(device: Device) -> None:
         ost.Slot("x", rows.x, "input", size=3)  # type: ignore[arg-type]
 
 
-def test_device_state_is_seen_by_replays(device: Device) -> None:
-    rows = Rows(device, warmups=0)
-    x = rows.x.to_numpy(rows.stream)
-    rows.step(rows=2)
-    rows.factor.set(10, rows.stream)
-    rows.step(rows=2)
-    np.testing.assert_array_equal(rows.totals()[:2], 11 * x[:2])
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_a_replay_reads_the_real_size_of_its_own_call(device: Device, held: bool) -> None:
     """3 and 4 share a graph, so the size is the only thing that tells their calls apart."""
