@@ -22,6 +22,7 @@ THREADS = "tests/step/test_graph_cache_threads.py::"
 MANIFEST = "tests/graph/test_manifest.py::"
 STATE = "tests/state/test_state.py::"
 CAPTURE = "tests/graph/test_capture.py::"
+USERS = "tests/planted/test_planted_users.py::"
 
 _FAULTS = (
     # --- checks
@@ -291,7 +292,7 @@ _FAULTS = (
         "ostinato.step.sizes:bucket_of",
         "if bucket < size:",
         "if bucket < size - 1:",
-        (FOOTGUNS + "steps.py::test_a_bucket_that_is_too_small_for_its_size_is_refused",),
+        (USERS + "test_the_mistake_is_an_error",),
     ),
     Fault(
         "bucket-over-the-slot",
@@ -406,7 +407,7 @@ _FAULTS = (
         "ostinato.step.graphed_step:_require_all",
         "if missing is not None:",
         "if False:",
-        (FOOTGUNS + "captures.py::test_an_operation_that_only_the_warm_up_does_is_missed",),
+        (USERS + "test_a_graph_with_the_mistake_is_not_made",),
         "vllm-project/vllm#42444",
     ),
     Fault(
@@ -651,7 +652,7 @@ _FAULTS = (
         "ostinato.explain.races:unordered",
         "ordered = reached[nodes[later]] >> earlier & 1 or reached[nodes[earlier]] >> later & 1",
         "ordered = True",
-        (FOOTGUNS + "order.py::test_two_branches_that_nothing_orders_are_found",),
+        (USERS + "test_a_strict_check_raises_before_an_answer_is_wrong",),
     ),
     # --- executables and their changes
     Fault(

@@ -484,45 +484,6 @@ def test_the_same_work_with_other_answers_is_run_eagerly(device: Device) -> None
         assert (out.to_numpy(step.stream) == len(drawn)).all()
 
 
-def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_number(
-    device: Device,
-) -> None:
-    x, out = device.array(np.ones(WIDTH, np.float32)), device.zeros(WIDTH, np.float32)
-    one = device.array(np.ones(1, np.float32))
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, kernel(device, "axpy"), config(WIDTH), x, one, out, WIDTH)
-
-    step = ost.GraphedStep(
-        work,
-        stream=device.create_stream(),
-        cache=GraphCache(device),
-        slots=[ost.Slot("x", x, "input"), ost.Slot("out", out, "output")],
-        warmups=0,
-        verify="first",
-    )
-    assert "what an output held before" in step().detail
-
-
-class Leaky(Rows):
-    """A step whose first row depends on the last row of the bucket."""
-
-    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
-        self.runs += 1
-        last = self.x[sizes.rows - 1]
-        ost.launch(
-            stream, kernel(self.device, "add"), config(WIDTH), self.x, last, self.total, WIDTH
-        )
-
-
-def test_verify_finds_padding_that_leaks(device: Device) -> None:
-    step = Leaky(device, verify="first", warmups=0)
-    decision = step.step(rows=3)
-    assert decision.reason is Reason.MISMATCH
-    assert "padding" in decision.detail
-    assert Leaky(device, verify="first", warmups=0).step(rows=4).action is Action.BUILD
-
-
 def test_verify_passes_advances_state_once_and_samples_again(device: Device) -> None:
     rows = Rows(device, verify=2, warmups=0)
     x = rows.x.to_numpy(rows.stream)
