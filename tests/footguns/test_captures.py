@@ -18,7 +18,8 @@ from tests.sources import config, kernel
 
 
 def test_work_on_another_stream_is_not_lost(device: Device) -> None:
-    """The step puts all of its work on another stream than its own."""
+    """The step puts all of its work on another stream than its own.  (A part of it: in the planted
+    catalogue.)"""
     counter, side = device.zeros(1, np.int32), device.create_stream()
     increment = kernel(device, "increment")
     for verify in ("off", "first", 1):
@@ -37,20 +38,6 @@ def test_work_on_another_stream_is_not_lost(device: Device) -> None:
         assert device.to_numpy(counter)[0] == before + 5
         (why,) = step.statistics().quarantined.values()
         assert "increment went to" in why and Path(__file__).name in why
-
-
-def test_half_the_work_on_another_stream_is_not_lost(device: Device) -> None:
-    x, counter = device.zeros(1, np.int32), device.zeros(1, np.int32)
-    side, increment = device.create_stream(), kernel(device, "increment")
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, increment, config(1), x, 1)
-        ost.launch(side, increment, config(1), counter, 1)
-
-    step = ost.GraphedStep(work, stream=device.create_stream(), cache=ost.GraphCache(device))
-    for _ in range(5):
-        step()
-    assert [device.to_numpy(v)[0] for v in (x, counter)] == [5, 5]
 
 
 @pytest.mark.parametrize("call", ["copy", "host copy", "graph", "staged"])

@@ -280,22 +280,6 @@ def test_closed_memory_stays_closed_if_its_address_is_reused(
         run.launch(stream)
 
 
-def test_a_step_makes_its_graph_again_if_its_memory_is_closed(device: Device) -> None:
-    out, stream = device.zeros(N, np.float32), device.create_stream()
-    weights = [ones(device)]
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, kernel(device, "add"), config(N), weights[0], weights[0], out, N)
-
-    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
-    for _ in range(3):
-        step()
-    weights[0].close()
-    weights[0] = device.array(np.full(N, 5, np.float32))
-    assert step().action.value == "build"
-    assert (out.to_numpy(stream) == 10).all()
-
-
 def test_memory_closed_in_a_host_function_is_freed_later(
     device: Device, stream: ost.Stream
 ) -> None:

@@ -213,16 +213,6 @@ def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: 
         assert step.statistics().replays >= 3
 
 
-@pytest.mark.parametrize("size", [-1, 2.5, "3", None, True, [1]])
-def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size: object) -> None:
-    x = device.zeros(1, np.int32)
-    step = count_step(device, x, ost.GraphCache(device), 1)
-    step.run = lambda stream, sizes: None
-    for call in (step, step.prepare, step.hold, step.key):
-        with pytest.raises(InputError, match="n="):
-            call(n=size)
-
-
 def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
     """Buckets are powers of two, and the slot has 6 rows: calls of five rows were never graphed."""
     whole = device.array(np.ones((8, 4), np.float32))

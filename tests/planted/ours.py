@@ -381,7 +381,7 @@ _FAULTS = (
         "if False and",
         (
             FOOTGUNS + "captures.py::test_work_on_another_stream_is_not_lost",
-            FOOTGUNS + "captures.py::test_half_the_work_on_another_stream_is_not_lost",
+            USERS + "test_a_graph_with_the_mistake_is_not_made",
         ),
         "RWKV-Vibe/rwkv_lightning#24",
     ),
