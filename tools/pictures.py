@@ -1,7 +1,7 @@
 """Draws docs/timeline.svg for `make docs`, in the reader's light or dark scheme.
 
 Times come from results files, and are to scale.  docs/buckets.svg and docs/padding.svg have no
-measured figures, and are drawn by hand.
+measured figures: no code writes them.
 """
 
 from __future__ import annotations
