@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,10 +68,27 @@ MACHINE_KEYS = {"device", "driver", "driver_version", "cpus", "python", "version
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
 
-def last_line(text: str) -> dict[str, object]:
+def last_line(text: str) -> dict[str, Any]:
     result = json.loads(text.rstrip().splitlines()[-1])
     assert isinstance(result, dict)
     return result
+
+
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a benchmark on the host device, and gives its result."""
+
+    def quickly(benchmark: Any, *options: str) -> dict[str, Any]:
+        where = ("--device", "host", "--quick", "--out", str(tmp_path))
+        assert benchmark.main([*where, *options]) == 0
+        result = last_line(capsys.readouterr().out)
+        assert set(result) == RESULT_KEYS
+        return result
+
+    return quickly
 
 
 @pytest.mark.parametrize(
@@ -109,33 +126,20 @@ def test_each_prints_a_table_and_writes_its_results(
         assert first in printed
 
 
-def test_two_trees_are_compared_call_by_call(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--device", "host", "--quick", "--out", str(tmp_path), "--before", str(commits.ROOT)]
-    assert commits.main(options) == 0
-    rows = last_line(capsys.readouterr().out)["rows"]
-    assert isinstance(rows, list)
+def test_two_trees_are_compared_call_by_call(run: Run) -> None:
+    rows = run(commits, "--before", str(commits.ROOT))["rows"]
     assert [row["call"] for row in rows] == ["start", *commits.COUNTS]
     assert all(row["least"] <= row["ratio"] <= row["most"] for row in rows)
 
 
-def test_the_host_has_no_default_shapes_to_measure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tuning.main(["--device", "host", "--quick", "--out", str(tmp_path)]) == 0
-    result = last_line(capsys.readouterr().out)
-    assert result["rows"] == [] and result["skipped"] == {
-        "all": "host has no launch shapes to choose"
-    }
+def test_the_host_has_no_default_shapes_to_measure(run: Run) -> None:
+    result = run(tuning)
+    assert result["rows"] == []
+    assert result["skipped"] == {"all": "host has no launch shapes to choose"}
 
 
-def test_replay_cost_measures_both_of_our_ways(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    replay_cost.main(["--device", "host", "--quick", "--out", str(tmp_path)])
-    rows = last_line(capsys.readouterr().out)["rows"]
-    assert isinstance(rows, list)
+def test_replay_cost_measures_both_of_our_ways(run: Run) -> None:
+    rows = run(replay_cost)["rows"]
     paths = ("compiled", "ctypes") if launcher.compiled() else ("ctypes",)
     names = [
         f"ostinato {path}, {by}" for path in paths for by in ("prepared call", "GraphExec.launch")
@@ -149,41 +153,27 @@ def test_replay_cost_measures_both_of_our_ways(
     assert all(r["median_us"] > 0 and r["back_to_back_us"] > 0 for r in rows)
 
 
-def test_the_start_up_is_split_into_phases(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
-    assert startup.main(options) == 0
-    result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS
-    assert isinstance(result["rows"], list)
-    *phases, total = [row["median_ms"] for row in result["rows"]]
+def test_the_start_up_is_split_into_phases(run: Run) -> None:
+    *phases, total = [row["median_ms"] for row in run(startup, "--shape", "tiny")["rows"]]
     assert all(phase >= 0 for phase in phases) and len(phases) > 8
     assert sum(phases) == pytest.approx(total, rel=1e-3, abs=0.1)
 
 
 @pytest.mark.slow
-def test_a_store_is_compared_with_captures_from_process_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cold_start.main(["--device", "host", "--quick", "--out", str(tmp_path)]) == 0
-    result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS
-    rows, skipped = result["rows"], result["skipped"]
-    assert isinstance(rows, list) and skipped == {"decode": "it needs a GPU"}
+def test_a_store_is_compared_with_captures_from_process_start(run: Run) -> None:
+    result = run(cold_start)
+    rows = result["rows"]
+    assert result["skipped"] == {"decode": "it needs a GPU"}
     assert [(row["way"], row["graphs"]) for row in rows] == [("capture", 4), ("restore", 4)]
     assert all(0 < row["graphs_ms"] < row["total_ms"] for row in rows)
 
 
 def test_loading_is_measured_and_every_way_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = ",".join(kind for kind in BLOCK_TYPES if not kind.endswith("_K"))
-    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
-    assert load.main([*options, "--types", kinds]) == 0
-    result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS and result["benchmark"] == "load-tiny"
-    assert isinstance(result["rows"], list)
+    result = run(load, "--shape", "tiny", "--types", kinds)
+    assert result["benchmark"] == "load-tiny"
     assert {row["type"] for row in result["rows"]} == set(kinds.split(","))
     assert all(row["median_ms"] > 0 and row["gigabytes"] >= 0 for row in result["rows"])
     # A way that makes something else is found.
@@ -197,22 +187,17 @@ def test_loading_is_measured_and_every_way_checked(
 
     monkeypatch.setattr(load, "ours", wrong)
     with pytest.raises(AssertionError, match=r"F32, host, 16 threads: embed"):
-        load.main([*options, "--types", "F32"])
+        run(load, "--shape", "tiny", "--types", "F32")
 
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
     [("1", "serve-tiny"), pytest.param("2", "serve-tiny-2-ranks", marks=pytest.mark.slow)],
 )
-def test_serving_is_measured_beside_the_same_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: str, name: str
-) -> None:
+def test_serving_is_measured_beside_the_same_batches(run: Run, ranks: str, name: str) -> None:
     serve = pytest.importorskip("benchmarks.serve")
-    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
-    assert serve.main([*options, "--ranks", ranks]) == 0
-    result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS and result["benchmark"] == name
-    assert isinstance(result["rows"], list)
+    result = run(serve, "--shape", "tiny", "--ranks", ranks)
+    assert result["benchmark"] == name
     *served, soaked = result["rows"]
     assert [row["clients"] for row in served] == [1, 3]
     for row in served:
@@ -221,15 +206,10 @@ def test_serving_is_measured_beside_the_same_batches(
     assert soaked["answers"] >= 18 and soaked["device_grew_bytes"] == 0
 
 
-def test_the_choice_of_tokens_is_measured_beside_greedy_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
-    assert choice.main(options) == 0
-    result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS and result["benchmark"] == "choice-tiny"
+def test_the_choice_of_tokens_is_measured_beside_greedy_steps(run: Run) -> None:
+    result = run(choice, "--shape", "tiny")
+    assert result["benchmark"] == "choice-tiny"
     rows, skipped = result["rows"], result["skipped"]
-    assert isinstance(rows, list) and isinstance(skipped, dict)
     names = [row["what"] for row in rows]
     assert names[0] == "greedy" and rows[0]["more_us"] == 0
     assert ("grammar on 1 row" in names) == ("grammar" not in skipped)
@@ -238,17 +218,11 @@ def test_the_choice_of_tokens_is_measured_beside_greedy_steps(
     assert [row["what"] for row in rows if row["mask_us"] is not None] == made
 
 
-def test_decoding_is_measured_beside_the_peers_that_are_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ["--device", "host", "--shape", "tiny", "--quick", "--out", str(tmp_path)]
-    assert decode.main(options) == 0
-    result = last_line(capsys.readouterr().out)
-    assert set(result) == RESULT_KEYS and result["benchmark"] == "decode-tiny"
-    rows, skipped = result["rows"], result["skipped"]
-    assert isinstance(rows, list) and isinstance(skipped, dict)
-    assert {row["way"] for row in rows} == {"eager", "capture", "record", "while 4"}
-    assert set(skipped) == set(peers.PEERS)
+def test_decoding_is_measured_beside_the_peers_that_are_here(run: Run, tmp_path: Path) -> None:
+    result = run(decode, "--shape", "tiny")
+    assert result["benchmark"] == "decode-tiny"
+    assert {row["way"] for row in result["rows"]} == {"eager", "capture", "record", "while 4"}
+    assert set(result["skipped"]) == set(peers.PEERS)
     assert json.loads(next(tmp_path.glob("decode-tiny-host*.json")).read_text()) == result
 
 
@@ -449,7 +423,6 @@ def test_the_cpu_beside_llama_cpp_idle_and_busy(
     """`smollm2_path`: the model has to be there."""
     assert host.main(["--quick", "--types", "Q4_1", "--out", str(tmp_path)]) == 0
     rows = last_line(capsys.readouterr().out)["rows"]
-    assert isinstance(rows, list)
     ours = [row for row in rows if row["way"] == "ostinato"]
     assert [row["machine"] for row in ours] == ["idle", "one core busy"]
     assert all(row["tokens_per_second"] > 0 and row["memory_mb"] > 100 for row in ours)

@@ -25,7 +25,6 @@ from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
-    KernelTable,
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
@@ -459,47 +458,6 @@ def test_node_block_is_node_params(packed: bool) -> None:
     back = cuda_kernel.read_arguments(raw.kernelParams, raw.extra, LAYOUT)
     assert back.packed is packed
     assert [back.raw(i) for i in range(3)] == [ARGUMENTS.raw(i) for i in range(3)]
-
-
-def test_blocks_of_many_rows_are_those_of_each() -> None:
-    rows: list[tuple[LaunchConfig, KernelArguments]] = [
-        (CONFIG, ARGUMENTS),
-        (LaunchConfig(1, 32), KernelArguments(bytes(range(7, 57)), (), packed=True)),
-        (CONFIG, KernelArguments(b"", ())),
-        (LaunchConfig(2, 64), KernelArguments(bytes(40), LAYOUT, packed=True)),
-        (LaunchConfig(2, 64), KernelArguments(bytes(range(100, 140)), LAYOUT)),
-    ]
-    starts = [3 + 64 * row for row in range(len(rows))]
-    data = bytearray(64 * len(rows))
-    for start, (_, arguments) in zip(starts, rows, strict=True):
-        data[start : start + len(arguments.data)] = arguments.data
-    table = KernelTable(
-        [FunctionHandle(0x77 + row) for row in range(len(rows))],
-        [config for config, _ in rows],
-        [arguments.layout for _, arguments in rows],
-        [arguments.packed for _, arguments in rows],
-        data,
-        starts,
-        [len(arguments.data) for _, arguments in rows],
-    )
-    order = [4, 0, 1, 2, 3]
-    blocks = cuda_kernel.NodeBlocks(table, order, 0x88)
-    for row, address in zip(order, blocks.addresses, strict=True):
-        config, arguments = rows[row]
-        wanted = KernelNodeParams(FunctionHandle(0x77 + row), config, arguments)
-        assert table.params(row) == wanted
-        alone = cu.KernelParams.from_buffer(cuda_kernel.node_block(wanted, 0x88))
-        raw = cu.KernelParams.from_address(address)
-        for field in ("func", "ctx", "kern", "sharedMemBytes", "gridDimX", "gridDimY", "gridDimZ"):
-            assert getattr(raw, field) == getattr(alone, field)
-        assert (raw.blockDimX, raw.blockDimY, raw.blockDimZ) == config.block
-        assert (raw.kernelParams is None) is (alone.kernelParams is None)
-        assert (raw.extra is None) is (alone.extra is None)
-        back = cuda_kernel.read_arguments(raw.kernelParams, raw.extra, arguments.layout)
-        assert [back.raw(i) for i in range(len(arguments))] == [
-            arguments.raw(i) for i in range(len(arguments))
-        ]
-        assert back.data == arguments.data or not arguments.packed
 
 
 def test_packed_arguments_without_a_layout() -> None:

@@ -17,7 +17,7 @@ from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams
 from tests.interrupted import every, interrupt, lines
 from tests.sources import config, kernel
-from tests.sums import N, Sums, assert_sound
+from tests.sums import Sums, assert_sound
 
 
 @pytest.fixture
@@ -127,23 +127,6 @@ def test_a_node_that_is_off_does_not_run(device: Device, step_size: int) -> None
             sums.run.set(1, enabled=not enabled)
             where = interrupt(work, at)
             assert sums.answers() == [6, 6 if sums.run.enabled(1) else 0, 6], where
-
-
-def test_what_a_change_points_at_is_kept_through_an_interruption(
-    device: Device, step_size: int
-) -> None:
-    sums = Sums(device)
-
-    def work() -> None:
-        sums.run.rebind({sums.a: device.array(np.full(N, 5, np.float32))})
-
-    for at in every(lines(work), step_size):
-        sums.run = sums.graph.instantiate()
-        interrupt(work, at)
-        device.synchronize()
-        others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
-        assert sums.answers() in ([6, 6, 6], [10, 10, 10])
-        del others
 
 
 def test_a_key_is_not_dead_and_nobody_waits_for_it(device: Device, step_size: int) -> None:

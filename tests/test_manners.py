@@ -513,23 +513,6 @@ def test_every_status_has_words_of_its_own() -> None:
         assert explain(status) != unknown, status.name
 
 
-def test_errors_and_testing_are_there(tmp_path: Path) -> None:
-    program = """if True:
-        import ostinato as ost
-        assert ost.errors.InputError is not None and ost.testing.HeldStream is not None
-        assert {"errors", "testing"} <= set(ost.__all__)
-    """
-    done = run_python("-c", program, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", ["capture", "step"])
-def test_examples_are_programmes(tmp_path: Path, name: str) -> None:
-    done = run_python(str(ROOT / "examples" / f"{name}.py"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 @pytest.mark.slow
 def test_a_users_mypy_takes_the_readme_and_the_examples(tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -194,13 +194,13 @@ def test_without_types_what_cannot_fit_is_refused(size: int, value: object) -> N
 
 def test_arguments_are_changed_by_copy() -> None:
     packed = Signature.parse("x: *f32, n: u32").pack([1, 2])
-    other = packed.with_raw(1, (9).to_bytes(4, "little"))
+    other = packed.with_bytes(packed.slot(1).offset, (9).to_bytes(4, "little"))
     assert (packed.raw(1), other.raw(1)) == (b"\2\0\0\0", b"\x09\0\0\0")
     assert other.with_bytes(0, b"\7").raw(0)[:1] == b"\7"
     for bad in (
         lambda: packed.raw(2),
         lambda: packed.raw(-1),
-        lambda: packed.with_raw(1, b"1"),
+        lambda: packed.require_size(1, b"1"),
         lambda: packed.with_bytes(10, b"123"),
     ):
         with pytest.raises(InputError):

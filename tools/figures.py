@@ -317,19 +317,9 @@ def decode() -> Iterable[str]:
     return _table(("shape, sequences", *_PEERS, "**one graph a token**", "of the floor"), rows)
 
 
-def batches_h200() -> Iterable[str]:
+def batches() -> Iterable[str]:
     numbers = (1, 8, 32, 64)
-    ours = [_decoded("decode-1B-batches-nvidia-h200.json", "capture", batch=n) for n in numbers]
-    return _columns(
-        ("sequences", *map(str, numbers)),
-        ("tokens a second", ours, _speed),
-        ("of the floor", ours, _share),
-    )
-
-
-def rule_h200() -> Iterable[str]:
-    numbers = (1, 8, 32, 64)
-    measured = {"135M": numbers, "360M": numbers[:3], "8B": numbers[:2]}
+    measured = {"135M": numbers, "360M": numbers[:3], "1B": numbers, "8B": numbers[:2]}
 
     def cell(shape: str, batch: int) -> str:
         one = _decoded(f"decode-{shape}-batches-nvidia-h200.json", "capture", batch=batch)
@@ -452,14 +442,6 @@ def contexts() -> Iterable[str]:
     )  # fmt: skip
 
 
-def shapes() -> Iterable[str]:
-    for_each = ((s, _decoded(f"decode-{s}-{H100}", "capture")) for s in ("360M", "8B"))
-    return _table(
-        ("shape", "tokens a second", "of the floor"),
-        ((shape, _speed(found), _share(found)) for shape, found in for_each),
-    )
-
-
 def floor() -> Iterable[str]:
     files = {"135M": "135M", "360M": "360M", "1B": "1B-contexts", "8B": "8B"}
     speed = results(f"kernels-{H100}")["ceiling"]["bytes_per_second"]
@@ -489,17 +471,6 @@ def profile() -> Iterable[str]:
 
 
 def profile_batches() -> Iterable[str]:
-    steps = ("batch-8", "batch-32", "batch-64", "q8_0-batch-32", "q4_k_m-batch-32")
-    titles = ("8", "32", "64", "32, Q8_0", "32, Q4_K_M")
-    return _profiles(titles, [f"profile-1B-{step}-{H100}" for step in steps])
-
-
-def profile_batches_h200() -> Iterable[str]:
-    titles = ("8", "32", "64")
-    return _profiles(titles, [f"profile-1B-batch-{n}-nvidia-h200.json" for n in titles])
-
-
-def _profiles(titles: Sequence[str], names: Sequence[str]) -> Iterable[str]:
     whats = {
         "norms, once for all": ("norm_rows",),
         "QKV": ("rounded_qkv_rope",),
@@ -510,7 +481,8 @@ def _profiles(titles: Sequence[str], names: Sequence[str]) -> Iterable[str]:
         "head": ("rounded_head",),
         "embed, sample": ("embed", "sample", "advance"),  # "advance": a kernel in older files
     }
-    found = [results(name) for name in names]
+    titles = ("8", "32", "64")
+    found = [results(f"profile-1B-batch-{n}-nvidia-h200.json") for n in titles]
 
     def cell(result: Any, names: Sequence[str]) -> str:
         rows = [r for r in result["rows"] if r["name"] in names]
@@ -721,16 +693,6 @@ def generate() -> Iterable[str]:
     )
 
 
-def weights() -> Iterable[str]:
-    rows = list(results("weights-1B-nvidia-h200.json")["rows"])
-    rows += (r for r in results("weights-nvidia-h200.json")["rows"] if r["shape"] != "1B")
-    return _weights(rows, (1, 8, 32))
-
-
-def weights_h100() -> Iterable[str]:
-    return _weights(results(f"weights-1B-{H100}")["rows"], (1, 2, 4, 8, 32, 64))
-
-
 def streams() -> Iterable[str]:
     """The table of the cost of work in streams for the kernels of a graph."""
     rows = results("streams-nvidia-h200.json")["rows"]
@@ -762,7 +724,10 @@ def tuning() -> Iterable[str]:
     return _table(("shape, rows", *head, "tried"), (cells(row) for row in found))
 
 
-def _weights(rows: list[dict[str, Any]], batches: Sequence[int]) -> Iterable[str]:
+def weights() -> Iterable[str]:
+    rows = list(results("weights-1B-nvidia-h200.json")["rows"])
+    rows += (r for r in results("weights-nvidia-h200.json")["rows"] if r["shape"] != "1B")
+    batches = (1, 8, 32)
     kinds = ("bf16", "q8_0", "q4_1", "q4_0", "q4_k_m")
     names = {kind: kind.upper() for kind in kinds} | {"bf16": "bfloat16"}
     rows.sort(key=lambda r: (r["shape"], kinds.index(r["kind"])))
@@ -823,11 +788,9 @@ def _size(count: float) -> str:
 TABLES: dict[str, Callable[[], Iterable[str]]] = {
     table.__name__: table
     for table in (
-        front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches_h200,
-        rule_h200, lengths_h200, contexts, shapes, floor, profile, profile_batches,
-        profile_batches_h200,
-        prompts, prompt_attention, attention, startup, load, host, join, torch_graphed,
-        torch_waits, generate,
-        weights, weights_h100, streams, tuning,
+        front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches,
+        lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
+        attention, startup, load, host, join, torch_graphed, torch_waits, generate, weights,
+        streams, tuning,
     )
 }  # fmt: skip

@@ -190,8 +190,6 @@ def log_page() -> str:
 WRITTEN = {
     "docs/errors.md": errors_page,
     "docs/log.md": log_page,
-    "docs/buckets.svg": pictures.buckets,
-    "docs/padding.svg": pictures.padding,
     "docs/timeline.svg": pictures.timeline,
     "docs/graph.svg": graph_picture,
     "docs/join.svg": join_picture,

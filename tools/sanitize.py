@@ -11,7 +11,8 @@ over all tests of drivers, graphs and decoder except those in LEFT_OUT.
 `--after FILE`: results of an earlier run of the same code that was cut off.  Its sound parts are
 not run again; their rows are taken from FILE, with the commit and the date of that run.
 
-Each part has two logs under DIR/sanitize-logs: the output of pytest, and that of the tool.  The
+Each part has three files under DIR/sanitize-logs: the output of pytest, its report, and the output
+of the tool.  The
 result is DIR/sanitize-{device}.json.  Exit status: 0 if every part is complete and sound; 1 if one
 reports an error, fails a test, selects none, or was cut off; 2 if nothing could be run.
 """
@@ -19,6 +20,7 @@ reports an error, fails a test, selects none, or was cut off; 2 if nothing could
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -28,25 +30,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "LEFT_OUT",
-    "PARTS",
-    "Found",
-    "Outcome",
-    "Part",
-    "Ran",
-    "main",
-    "read_pytest",
-    "read_tool",
-    "result",
-    "sound_rows",
-]
+from tools import suite
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = "ostinato.sanitize/1"
@@ -75,9 +66,9 @@ class Part:
     share: tuple[int, int] = (1, 1)
     """(k, n): the k-th of n equal shares of the tests."""
 
-    def command(self, sanitizer: str, log: Path, port: int) -> list[str]:
-        """Returns the command; the tool's output goes to `log`.  It may use PORTS ports from `port`
-        on."""
+    def command(self, sanitizer: str, log: Path, junit: Path, port: int) -> list[str]:
+        """Returns the command; the tool's output goes to `log`, and pytest's report to `junit`.  It
+        may use PORTS ports from `port` on."""
         tool = [sanitizer, "--tool", self.tool, "--target-processes", "all"]
         # Tests provoke failed calls and processes on purpose: pytest judges these, and the tool
         # only errors on the device.
@@ -86,7 +77,8 @@ class Part:
         # By default all parts would try the same ten ports.  Launch timeout 0: no limit, since the
         # part has one.
         tool += ["--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "0"]
-        pytest = [sys.executable, "-m", "pytest", *self.tests, "-v", "--color=no", "--require-gpu"]
+        pytest = [sys.executable, "-m", "pytest", *self.tests, "-v", "--require-gpu"]
+        pytest += [f"--junitxml={junit}"]
         pytest += ["-p", "no:cacheprovider", "-m", self.marks, "--timeout", str(int(self.timeout))]
         if self.keyword:
             pytest += ["-k", self.keyword]
@@ -250,44 +242,6 @@ PARTS: tuple[Part, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """Numbers from pytest's output: tests selected, and their outcomes.  `ended`: True if pytest
-    printed its last line."""
-
-    selected: int | None = None
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    ended: bool = False
-
-
-_COLLECTED = re.compile(
-    r"^(?:collecting \.\.\. )?collected (\d+) items?(?:.*?/ (\d+) selected)?", re.MULTILINE
-)
-_OUTCOME = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)(?: \(.*\))?(?: +\[ *\d+%\])?$")
-_LAST = re.compile(r"^=+ (?:no tests ran|\d+ (?:passed|failed|skipped|errors?|deselected)\b.*) in ")
-_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
-
-
-def read_pytest(text: str) -> Ran:
-    """Reads the output of `pytest -v`, also of a run that was cut off."""
-    counts: dict[str, int] = {}
-    ended = False
-    for line in text.splitlines():
-        if _LAST.match(line):  # decides: lines of tests may be torn by other output
-            ended = True
-            counts = {word.rstrip("s"): int(n) for n, word in _COUNT.findall(line)}
-        elif not ended and (found := _OUTCOME.search(line)):
-            word = {"SKIPPED": "skipped", "PASSED": "passed", "ERROR": "error"}.get(found[1])
-            word = word or ("failed" if found[1] in ("FAILED", "XPASS") else "skipped")
-            counts[word] = counts.get(word, 0) + 1
-    collected = _COLLECTED.search(text)
-    selected = int(collected[2] or collected[1]) if collected else None
-    failed = counts.get("failed", 0) + counts.get("error", 0)
-    return Ran(selected, counts.get("passed", 0), failed, counts.get("skipped", 0), ended)
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
     """Numbers from the sanitizer's output, over all processes of a part."""
 
@@ -333,7 +287,8 @@ class Outcome:
     """The outcome of a part."""
 
     part: Part
-    ran: Ran = field(default_factory=Ran)
+    tests: Counter[str] = field(default_factory=Counter)
+    """Number of tests by outcome (`tools.suite`); empty if pytest was killed or never began."""
     found: Found = field(default_factory=Found)
     seconds: float = 0.0
     status: int | None = None
@@ -342,20 +297,20 @@ class Outcome:
     @property
     def complete(self) -> bool:
         """True if the part ended by itself, with the summaries of pytest and of the tool."""
-        return self.status is not None and self.ran.ended and self.found.summaries > 0
+        return self.status is not None and bool(self.tests) and self.found.summaries > 0
 
     @property
     def objections(self) -> list[str]:
         """Returns the reasons why the part is not sound; empty if it is."""
-        ran, found = self.ran, self.found
+        tests, found = self.tests, self.found
         said = []
         if not self.complete:
             said.append("cut off" if self.status is None else "ended without a summary")
         if found.errors:
             said.append(f"{found.errors} errors reported by {self.part.tool}")
-        if ran.failed:
-            said.append(f"{ran.failed} tests failed")
-        if self.complete and not ran.passed:
+        if tests["failed"]:
+            said.append(f"{tests['failed']} tests failed")
+        if self.complete and not tests["passed"]:
             said.append("no test passed")
         if found.trouble and (said or found.trouble.startswith("Internal")):
             said.append(found.trouble)
@@ -370,10 +325,8 @@ class Outcome:
             "tool": self.part.tool,
             "tests": [*self.part.tests],
             "keyword": self.part.keyword,
-            "selected": self.ran.selected,
-            "passed": self.ran.passed,
-            "failed": self.ran.failed,
-            "skipped": self.ran.skipped,
+            "selected": self.tests.total(),
+            **{outcome: self.tests[outcome] for outcome in ("passed", "failed", "skipped")},
             "errors": self.found.errors,
             "warnings": self.found.warnings,
             "seconds": round(self.seconds, 1),
@@ -435,7 +388,7 @@ def run_part(
     part: Part,
     logs: Path,
     deadline: float,
-    command: Callable[[Part, Path], list[str]],
+    command: Callable[[Part, Path, Path], list[str]],
     gpus: Sequence[int] = (),
 ) -> Outcome:
     """Runs a part until it ends, or to its time limit or the `deadline` (time.monotonic).
@@ -448,15 +401,16 @@ def run_part(
     if seconds <= 0:
         return Outcome(part)
     slug = re.sub(r"[^a-z0-9]+", "-", part.name.lower()).strip("-")
-    words, tool_words = logs / f"{slug}.txt", logs / f"{slug}.tool.txt"
-    tool_words.unlink(missing_ok=True)
+    words, tool_words, junit = (logs / f"{slug}.{end}" for end in ("txt", "tool.txt", "xml"))
+    for path in (tool_words, junit):
+        path.unlink(missing_ok=True)
     status: int | None = None
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     with words.open("wb") as out:
         process = subprocess.Popen(
-            command(part, tool_words),
+            command(part, tool_words, junit),
             cwd=ROOT,
             env=environment,
             stdout=out,
@@ -471,10 +425,12 @@ def run_part(
         except BaseException:
             _end(process)
             raise
-    text = words.read_text(encoding="utf-8", errors="replace")
     said = tool_words.read_text("utf-8", "replace") if tool_words.exists() else ""
-    found = read_tool(said or text)
-    return Outcome(part, read_pytest(text), found, time.monotonic() - start, status)
+    found = read_tool(said or words.read_text("utf-8", "replace"))
+    tests: Counter[str] = Counter()
+    with contextlib.suppress(OSError, ValueError):  # pytest was killed, or ran no test
+        tests.update(str(test["outcome"]) for test in suite.read(junit))
+    return Outcome(part, tests, found, time.monotonic() - start, status)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -499,13 +455,13 @@ def run_all(
 
     def one(part: Part) -> Outcome:
         outcome = run(part)
-        if outcome.status is not None and outcome.ran.selected is None:
-            # No test was collected, for example because a port was taken.
+        if outcome.status is not None and not outcome.tests:
+            # No test was begun, for example because a port was taken.
             say(f"{outcome.seconds:6.1f} s  {part.name}: did not begin, once more")
             outcome = run(part)
-        ran, verdict = outcome.ran, "; ".join(outcome.objections) or "sound"
-        of = "?" if ran.selected is None else ran.selected
-        say(f"{outcome.seconds:6.1f} s  {ran.passed:>3} of {of:>3}  {part.name}: {verdict}")
+        passed, of = outcome.tests["passed"], outcome.tests.total()
+        verdict = "; ".join(outcome.objections) or "sound"
+        say(f"{outcome.seconds:6.1f} s  {passed:>3} of {of:>3}  {part.name}: {verdict}")
         return outcome
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -555,7 +511,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         number, count = parts.index(part), options.gpus
         port = FIRST_PORT + PORTS * number
         gpus = [(number + k) % count for k in range(count)] if count > 1 else ()
-        return run_part(part, logs, deadline, lambda p, log: p.command(program, log, port), gpus)
+        return run_part(part, logs, deadline, lambda p, *to: p.command(program, *to, port), gpus)
 
     outcomes = run_all(parts, options.jobs, run, lambda line: print(line, flush=True))
     machine = _machine()

@@ -23,7 +23,6 @@ import typer
 from ostinato.cli.endings import ending
 from ostinato.errors import DownloadError, InputError, ModelError, SettingsError
 from tests.cli.commands import ROOT, Answer, environment, here, refused, shell, start
-from tests.cli.terminal import Terminal
 from tests.models.model_files import CONFIG, write_gguf
 
 LONG = "x" * 300
@@ -254,21 +253,6 @@ def test_an_output_of_few_letters(environ: dict[str, str], tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------------------ the signals
-
-
-def test_control_c_ends_with_the_summary(smollm2_path: Path) -> None:
-    """On a terminal, by its key."""
-    options = ("--stream-json", "--model", str(smollm2_path), "--max-tokens", "2000")
-    with Terminal("generate", "Count to a thousand.", *options) as terminal:
-        terminal.until('{"text": "')
-        terminal.send("\x03")
-        assert terminal.end() == 130, terminal.said
-    assert "Traceback" not in terminal.said
-    # The terminal's own ^C may stand before it, and what a bar leaves behind.
-    line = terminal.said[terminal.said.rindex('{"summary"') :].splitlines()[0]
-    summary = json.loads(line)["summary"]
-    assert summary["finish_reason"] == "interrupted"
-    assert 0 < len(summary["token_ids"]) < 2000
 
 
 @pytest.mark.parametrize(

@@ -225,3 +225,9 @@ def test_control_c_at_any_moment(tiny: Path, sign: str) -> None:
         terminal.send("\x03")
         assert terminal.end() == 130, terminal.said
     assert "Traceback" not in terminal.said
+    if sign != "loading":
+        # The terminal's own ^C may stand before it, and what a bar leaves behind.
+        line = terminal.said[terminal.said.rindex('{"summary"') :].splitlines()[0]
+        summary = json.loads(line)["summary"]
+        assert summary["finish_reason"] == "interrupted"
+        assert 0 < len(summary["token_ids"]) < 4000

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.driver.api import CaptureMode, Edge, NodeHandle, UpdateVerdict
+from ostinato.driver.api import Edge, NodeHandle
 from tests.contract.kernels import Rig
 
 BUFFERS, LENGTH = 4, 8
@@ -104,51 +104,3 @@ def test_built_in_any_order(
     reset(rig, buffers)
     rig.run(graph)
     np.testing.assert_array_equal(read(rig, buffers), sequentially(ops))
-
-
-@EXAMPLES
-@given(ops=st.lists(OPS, max_size=12))
-def test_captured(rig: Rig, buffers: list[int], ops: list[Op]) -> None:
-    driver = rig.driver
-    driver.stream_begin_capture(rig.stream, CaptureMode.THREAD_LOCAL)
-    for op in ops:
-        made = params(rig, op, buffers)
-        driver.launch_kernel(rig.stream, made.function, made.config, made.arguments)
-    graph = driver.stream_end_capture(rig.stream)
-    reset(rig, buffers)
-    rig.run(graph)
-    np.testing.assert_array_equal(read(rig, buffers), sequentially(ops))
-    driver.graph_destroy(graph)
-
-
-@EXAMPLES
-@given(ops=st.lists(OPS, min_size=1, max_size=8), values=st.lists(st.integers(-2, 2), min_size=8))
-def test_updated_node_by_node_and_as_a_whole(
-    rig: Rig, buffers: list[int], ops: list[Op], values: list[int]
-) -> None:
-    driver = rig.driver
-
-    def build(some: list[Op]) -> tuple[int, list[NodeHandle]]:
-        graph = driver.graph_create()
-        nodes: list[NodeHandle] = []
-        for op in some:
-            nodes.append(driver.graph_add_node(graph, nodes[-1:], params(rig, op, buffers)))
-        return graph, nodes
-
-    changed = [
-        Op(op.kind, op.target, op.right, op.left, value)
-        for op, value in zip(ops, values, strict=False)
-    ]
-    graph, nodes = build(ops)
-    other, _ = build(changed)
-    one, whole = driver.graph_instantiate(graph), driver.graph_instantiate(graph)  # type: ignore[arg-type]
-    for node, op in zip(nodes, changed, strict=True):
-        driver.exec_set_params(one, node, params(rig, op, buffers))
-    assert driver.exec_update(whole, other).verdict == UpdateVerdict.SUCCESS  # type: ignore[arg-type]
-    for run in (one, whole):
-        reset(rig, buffers)
-        driver.exec_launch(run, rig.stream)
-        np.testing.assert_array_equal(read(rig, buffers), sequentially(changed))
-        driver.exec_destroy(run)
-    driver.graph_destroy(graph)  # type: ignore[arg-type]
-    driver.graph_destroy(other)  # type: ignore[arg-type]

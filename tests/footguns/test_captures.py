@@ -18,7 +18,8 @@ from tests.sources import config, kernel
 
 
 def test_work_on_another_stream_is_not_lost(device: Device) -> None:
-    """The step puts all of its work on another stream than its own."""
+    """The step puts all of its work on another stream than its own.  (A part of it: in the planted
+    catalogue.)"""
     counter, side = device.zeros(1, np.int32), device.create_stream()
     increment = kernel(device, "increment")
     for verify in ("off", "first", 1):
@@ -37,20 +38,6 @@ def test_work_on_another_stream_is_not_lost(device: Device) -> None:
         assert device.to_numpy(counter)[0] == before + 5
         (why,) = step.statistics().quarantined.values()
         assert "increment went to" in why and Path(__file__).name in why
-
-
-def test_half_the_work_on_another_stream_is_not_lost(device: Device) -> None:
-    x, counter = device.zeros(1, np.int32), device.zeros(1, np.int32)
-    side, increment = device.create_stream(), kernel(device, "increment")
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, increment, config(1), x, 1)
-        ost.launch(side, increment, config(1), counter, 1)
-
-    step = ost.GraphedStep(work, stream=device.create_stream(), cache=ost.GraphCache(device))
-    for _ in range(5):
-        step()
-    assert [device.to_numpy(v)[0] for v in (x, counter)] == [5, 5]
 
 
 @pytest.mark.parametrize("call", ["copy", "host copy", "graph", "staged"])
@@ -102,25 +89,6 @@ def test_a_caught_error_of_a_launch_still_breaks_the_capture(device: Device) -> 
         assert [device.to_numpy(v)[0] for v in (x, y)] == [calls, calls]
 
 
-def test_an_operation_that_only_the_warm_up_does_is_missed(device: Device) -> None:
-    """The first run keeps its plan on the host, so no graph has that work (vLLM PR 42444)."""
-    x, plan, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
-    planned = []
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        if not planned:
-            ost.launch(stream, kernel(device, "add"), config(N), x, x, plan, N)
-            planned.append(True)
-        ost.launch(stream, kernel(device, "add"), config(N), x, plan, out, N)
-
-    step = ost.GraphedStep(work, stream=device.create_stream(), cache=ost.GraphCache(device))
-    for _ in range(3):
-        step()
-    why = "; ".join(step.statistics().quarantined.values())
-    assert "1 operations, the eager run before had 2: add at" in why
-    assert Path(__file__).name in why
-
-
 def test_a_capture_without_work_is_an_error(device: Device, stream: ost.Stream) -> None:
     with pytest.raises(CaptureError, match="nothing was captured"), ost.capture(stream):
         pass
@@ -156,17 +124,6 @@ def test_an_upload_into_a_capture_does_not_break_it(device: Device, stream: ost.
             run.upload(stream)
     capture.graph.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 7).all()
-
-
-def test_a_capture_that_is_dropped_ends(device: Device, stream: ost.Stream) -> None:
-    x = ones(device)
-    under_way = ost.Capture(stream).begin()
-    ost.fill(stream, x, 5)
-    del under_way
-    gc.collect()
-    ost.fill(stream, x, 7)  # runs, and is not captured
-    assert (x.to_numpy(stream) == 7).all()
-    assert device.context.captures_under_way == 0
 
 
 @pytest.mark.parametrize("call", ["launch", "upload", "replay", "record", "synchronize", "save"])

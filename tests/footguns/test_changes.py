@@ -35,7 +35,8 @@ def test_a_scalar_that_looks_like_an_address_stays(device: Device, stream: ost.S
     report = run.rebind({x: y})
     run.launch(stream)
     assert out.to_numpy(stream)[0] == x.address + 4
-    assert len(report.left) == 1
+    (left,) = report.left
+    assert report.words == () and left.value == x.address + 4 and "number" in left.why
 
 
 def test_a_pointer_is_rebound_from_where_it_points_now(device: Device, stream: ost.Stream) -> None:
@@ -116,16 +117,6 @@ def test_a_rebind_says_what_reaches_into_the_range_from_outside(
     assert "reaches into it" in report.left[0].why
 
 
-def test_an_update_that_is_refused_leaves_every_node(device: Device, stream: ost.Stream) -> None:
-    x = ones(device)
-    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
-    other = graph_of(stream, kernel(device, "scale"), N, x, N)
-    with pytest.raises(UpdateRefusedError):
-        run.update(other)
-    run.launch(stream)
-    assert (x.to_numpy(stream) == 5).all()
-
-
 def test_a_refused_change_takes_back_all_that_was_made_before_it(host_device: Device) -> None:
     """The undo sets what the executable had, and not what its definition has.
 
@@ -145,8 +136,9 @@ def test_a_refused_change_takes_back_all_that_was_made_before_it(host_device: De
     held = [run.params(i) for i in range(4)]
     for at in range(1, 5):
         faults.fail("exec_set_params", at=at)
-        with pytest.raises(UpdateRefusedError):
+        with pytest.raises(UpdateRefusedError, match="add") as caught:
             run.rebind({a: b})
+        assert caught.value.node_index == at - 1
         run.launch(stream)
         assert [out.to_numpy(stream)[0] for out in outs] == [10, 6, 6, 6]
         assert [run.params(i) for i in range(4)] == held
@@ -257,25 +249,6 @@ def test_a_fill_that_does_not_fit_its_memory_is_refused(
     assert len(graph) == 1
     run.launch(stream)
     assert (x.to_numpy(stream) == 0).all()
-
-
-def test_a_changed_definition_does_not_change_its_executable(
-    device: Device, stream: ost.Stream
-) -> None:
-    """The definition changes by its handle.  A patch sets one argument and no other."""
-    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
-    graph = graph_of(stream, kernel(device, "axpy"), N, x, y, out, N)
-    run = graph.instantiate()
-    [node] = graph.nodes()
-    fewer = node.kernel.arguments.with_raw(
-        3, (5).to_bytes(node.kernel.arguments.slot(3).size, "little")
-    )
-    params = type(node.kernel)(node.kernel.function, node.kernel.config, fewer)
-    device.driver.node_set_params(node.handle, params)
-    run.set(0, 0, y)
-    run.launch(stream)
-    assert np.count_nonzero(out.to_numpy(stream)) == N
-    assert run.params(0).arguments.raw(3) == node.kernel.arguments.raw(3)
 
 
 def test_another_function_does_not_keep_the_old_ones_signature(

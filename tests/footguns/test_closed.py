@@ -93,7 +93,7 @@ def test_closing_a_view_does_not_stop_an_adopted_graph(
     assert (x.to_numpy(stream) == 2).all()
 
 
-@pytest.mark.parametrize("change", ["rebind", "argument", "parameters", "update"])
+@pytest.mark.parametrize("change", ["rebind", "argument", "patcher", "parameters", "update"])
 def test_closed_memory_is_seen_that_a_change_brought(
     device: Device, stream: ost.Stream, change: str
 ) -> None:
@@ -109,6 +109,8 @@ def test_closed_memory_is_seen_that_a_change_brought(
         run.rebind({x: y})
     elif change == "argument":
         run.set(0, "a", y)
+    elif change == "patcher":
+        run.patcher(0, "a")(y)
     elif change == "parameters":
         run.set(0, ost.prepare(add, config(N), y, x, out, N))
     else:
@@ -278,22 +280,6 @@ def test_closed_memory_stays_closed_if_its_address_is_reused(
         run.launch(stream)
 
 
-def test_a_step_makes_its_graph_again_if_its_memory_is_closed(device: Device) -> None:
-    out, stream = device.zeros(N, np.float32), device.create_stream()
-    weights = [ones(device)]
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, kernel(device, "add"), config(N), weights[0], weights[0], out, N)
-
-    step = ost.GraphedStep(work, stream=stream, cache=ost.GraphCache(device))
-    for _ in range(3):
-        step()
-    weights[0].close()
-    weights[0] = device.array(np.full(N, 5, np.float32))
-    assert step().action.value == "build"
-    assert (out.to_numpy(stream) == 10).all()
-
-
 def test_memory_closed_in_a_host_function_is_freed_later(
     device: Device, stream: ost.Stream
 ) -> None:
@@ -350,17 +336,6 @@ def test_memory_is_given_back_while_graphs_are_adopted(device: Device) -> None:
     assert first.told == len(buffers)
 
 
-def test_a_plain_address_reaches_to_the_end_of_its_allocation(
-    device: Device, stream: ost.Stream
-) -> None:
-    x, out = ones(device), device.zeros(N, np.float32)
-    cache = ost.GraphCache(device)
-    run = graph_of(stream, kernel(device, "add"), N, x.address, out, out, N).instantiate()
-    cache.install("sum", run)
-    assert cache.touching(x[N // 2 :]) == ["sum"]
-    assert cache.evict_touching(x[N // 2 :]) == ["sum"]
-
-
 def test_a_patched_pointer_reaches_as_far_as_its_new_memory(
     device: Device, stream: ost.Stream
 ) -> None:
@@ -373,25 +348,6 @@ def test_a_patched_pointer_reaches_as_far_as_its_new_memory(
     assert cache.touching(small) == []
     run.set(0, "a", large.address)
     assert cache.touching(large[N - 4 :]) == ["sum"]
-
-
-def test_an_adopted_graph_is_seen_to_touch_memory(device: Device, stream: ost.Stream) -> None:
-    x, out = ones(device), device.zeros(N, np.float32)
-    own = graph_of(stream, kernel(device, "add"), N, x, out, out, N)
-    foreign = ost.Graph.adopt(device, own.handle, owner=own)
-    cache = ost.GraphCache(device)
-    cache.install("foreign", foreign.instantiate())
-    assert cache.touching(x[N // 2 :]) == ["foreign"]
-    assert cache.touching(device.zeros(4, "bytes")) == []
-
-
-def test_a_closed_executable_says_so(device: Device, stream: ost.Stream) -> None:
-    x = ones(device)
-    run = ost.capture_function(stream, lambda: ost.fill(stream, x, 5)).instantiate()
-    run.launch(stream)
-    run.close()
-    with pytest.raises(ClosedError):
-        run.launch(stream)
 
 
 def test_a_closed_executable_is_not_changed(device: Device, stream: ost.Stream) -> None:
@@ -483,19 +439,6 @@ def test_a_graph_recorded_and_closed_is_no_child(device: Device, stream: ost.Str
     with pytest.raises(CaptureBrokenError, match="definition is closed"):
         recorded.build()
     assert (x.to_numpy(stream) == 4).all()
-
-
-def test_an_evicted_graph_finishes_its_replay(device: Device, stream: ost.Stream) -> None:
-    x = ones(device)
-    cache = ost.GraphCache(device)
-    run = graph_of(stream, kernel(device, "scale"), N, x, N).instantiate(upload=stream)
-    cache.install("scale", run)
-    stream.synchronize()
-    with HeldStream(stream):
-        assert cache.replay("scale", stream)
-        assert cache.evict("scale")
-        assert not cache.replay("scale", stream)
-    assert (x.to_numpy(stream) == 2).all()
 
 
 def test_a_replaced_graph_is_not_replayed(device: Device, stream: ost.Stream) -> None:

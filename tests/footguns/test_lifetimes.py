@@ -55,18 +55,6 @@ def test_memory_under_a_graph_is_not_given_to_others(
     assert (out.to_numpy(stream) == 2).all()
 
 
-def test_a_rebound_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
-    x, out = ones(device), device.zeros(N, np.float32)
-    run = doubling(device, stream, x, out)
-    new = device.array(np.full(N, 3, np.float32))
-    address = new.address
-    run.rebind({x: new})
-    del new
-    assert_kept(device, address)
-    run.launch(stream)
-    assert (out.to_numpy(stream) == 6).all()
-
-
 def test_a_buffer_rebound_by_its_range_lives_with_the_executable(
     device: Device, stream: ost.Stream
 ) -> None:
@@ -120,18 +108,6 @@ def test_a_buffer_lives_whose_range_is_an_argument(
     owner.close()
     with pytest.raises(ClosedError, match="memory that was closed"):
         run.launch(stream)
-
-
-def test_a_patched_buffer_lives_with_the_executable(device: Device, stream: ost.Stream) -> None:
-    x, out = ones(device), device.zeros(N, np.float32)
-    run = doubling(device, stream, x, out)
-    new = device.array(np.full(N, 3, np.float32))
-    address = new.address
-    run.set(0, "a", new)
-    del new
-    assert_kept(device, address)
-    run.launch(stream)
-    assert (out.to_numpy(stream) == 4).all()
 
 
 def test_lifted_work_keeps_what_its_graph_kept(device: Device, stream: ost.Stream) -> None:

@@ -82,26 +82,6 @@ def check(
     return checked_step(device, work, slots, verify="first")().detail
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_two_branches_that_nothing_orders_are_found(device: Device, kept: bool) -> None:
-    """The fork is recorded before the producer, and most runs give the right answer."""
-    side, event = device.create_stream(), device.create_event() if kept else None
-    x, y, out = ones(device), device.zeros(N, np.float32), device.zeros(N, np.float32)
-
-    def work(stream: ost.Stream, early: bool) -> None:
-        fork = stream.record(event)
-        ost.launch(stream, kernel(device, "add"), config(N), x, x, y, N)
-        if not early:
-            fork = stream.record(event)
-        side.wait(fork)
-        ost.launch(side, kernel(device, "add"), config(N), y, y, out, N)
-        stream.wait(side.record())
-
-    for early in (False, True):
-        says = check(device, lambda stream, _, early=early: work(stream, early), x, y, out)
-        assert ("nothing orders" in says) is early
-
-
 def test_two_branches_of_a_tree_that_nothing_orders_are_found(device: Device) -> None:
     """The graph has as many edges as a chain, and is none."""
     side, add = device.create_stream(), kernel(device, "add")

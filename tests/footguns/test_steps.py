@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -213,36 +213,6 @@ def test_a_graph_around_a_step_has_the_size_of_its_call(device: Device, around: 
         assert step.statistics().replays >= 3
 
 
-@pytest.mark.parametrize("size", [-1, 2.5, "3", None, True, [1]])
-def test_what_is_no_size_is_an_error_and_not_over_a_bucket(device: Device, size: object) -> None:
-    x = device.zeros(1, np.int32)
-    step = count_step(device, x, ost.GraphCache(device), 1)
-    step.run = lambda stream, sizes: None
-    for call in (step, step.prepare, step.hold, step.key):
-        with pytest.raises(InputError, match="n="):
-            call(n=size)
-
-
-def test_more_rows_than_a_slot_has_are_refused(device: Device) -> None:
-    x = device.array(np.ones((8, 4), np.float32))
-
-    def work(stream: ost.Stream, sizes: ost.Sizes) -> None:
-        ost.launch(stream, kernel(device, "scale"), config(sizes.rows * 4), x, sizes.rows * 4)
-
-    cache = ost.GraphCache(device, buckets=ost.ExplicitBuckets([5, 10]))
-    step = ost.GraphedStep(
-        work,
-        stream=device.create_stream(),
-        cache=cache,
-        slots=[ost.Slot("x", x, "state", size="rows")],
-        warmups=0,
-    )
-    with pytest.raises(InputError, match="only 8 rows"):
-        step(rows=9)
-    step(rows=8)
-    assert (x.to_numpy(step.stream) == 2).all()
-
-
 def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
     """Buckets are powers of two, and the slot has 6 rows: calls of five rows were never graphed."""
     whole = device.array(np.ones((8, 4), np.float32))
@@ -265,32 +235,6 @@ def test_a_bucket_ends_with_the_rows_of_a_slot(device: Device) -> None:
     assert step.statistics().replays == 3
     assert (whole.to_numpy(step.stream)[5] == 8).all(), "a row of padding, within the slot"
     assert (whole.to_numpy(step.stream)[6:] == 1).all(), "and none behind it"
-
-
-def test_a_bucket_that_is_too_small_for_its_size_is_refused(device: Device) -> None:
-    """The caller's own scheme is wrong at one size, whose last row would not be computed."""
-
-    class Own:
-        limit = 16
-
-        def bucket(self, size: int) -> int:
-            return 4 if size <= 5 else 16
-
-        def __iter__(self) -> Iterator[int]:
-            return iter((4, 16))
-
-    x, work = device.zeros(16, np.float32), []
-    step = ost.GraphedStep(
-        lambda stream, sizes: work.append(sizes.rows),
-        stream=device.create_stream(),
-        cache=ost.GraphCache(device, buckets=Own()),
-        slots=[ost.Slot("x", x, "state", size="rows")],
-    )
-    step(rows=4)
-    for call in (step, step.prepare, step.hold, step.key):
-        with pytest.raises(InputError, match=r"rows=5: the buckets of the cache \(Own\) give 4"):
-            call(rows=5)
-    assert work == [4]
 
 
 def test_other_buckets_are_other_graphs(device: Device) -> None:

@@ -8,7 +8,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.signature import pack_by_size
-from ostinato.errors import CaptureError, InputError, OutOfMemoryError
+from ostinato.errors import InputError, OutOfMemoryError
 from tests.footguns.common import Borrowed, N, graph_of, ones
 from tests.sources import config, kernel
 
@@ -68,14 +68,6 @@ def test_a_host_number_is_frozen_and_device_state_is_not(
     run.launch(stream)
     assert (x.to_numpy(stream) == 1).all()
     assert (y.to_numpy(stream) == 3).all()
-
-
-def test_a_staged_value_is_not_baked_into_a_graph(device: Device, stream: ost.Stream) -> None:
-    value = ost.DeviceScalar(device, np.int32, initial=1, stream=stream)
-    with ost.capture(stream):
-        ost.fill(stream, value.buffer, 0)
-        with pytest.raises(CaptureError, match="staged write"):
-            value.set(2, stream)
 
 
 def test_the_same_entry_of_another_source_is_another_kernel(

@@ -2,8 +2,8 @@
 
 Each is one function that does the forbidden thing inside a capture, on a line marked `# breaks it`.
 Of each it is shown that the error names that line, that the stream works afterwards, and that fifty
-times of it lose no device memory.  Two of the twelve do not break a capture, and that is shown
-instead: garbage that is collected in it, and another thread's call in thread-local mode.
+times of it lose no device memory.  Two more break none: garbage that is collected in a capture
+(tests/graph/test_capture.py), and other threads' calls in thread-local mode (tests/contract).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import gc
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureBrokenError, CaptureError, DriverError
-from tests.sources import config, kernel, preload
+from tests.sources import config, kernel
 
 N = 1000
 TIMES = 50
@@ -267,39 +267,6 @@ def test_fifty_times_lose_no_memory(bench: Bench, breaks: Way) -> None:
     assert free() >= before
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("times", [1, TIMES])
-def test_a_collected_graph_does_not_break_it(bench: Bench, times: int) -> None:
-    device, stream, x = bench.device, bench.stream, bench.x
-
-    def doomed() -> list[object]:
-        graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 0))
-        return [graph.instantiate(upload=stream), graph, device.zeros(64, "bytes"), stream.record()]
-
-    def survives() -> None:
-        garbage = doomed()
-        garbage.append(garbage)  # a cycle: only the collector frees it
-        stream.synchronize()
-        with ost.capture(stream) as capture:
-            ost.fill(stream, x, 1)
-            del garbage
-            gc.collect()
-            ost.fill(stream, x, 2)
-        with capture.graph as graph, graph.instantiate(upload=stream) as run:
-            run.launch(stream)
-        assert (x.to_numpy(stream) == 2).all()
-
-    survives()
-    device.synchronize()
-    before = device.memory_info()[0]
-    for _ in range(times):
-        survives()
-    gc.collect()
-    device.synchronize()
-    assert device.context.retired == 0
-    assert device.memory_info()[0] >= before
-
-
 def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
     raised: list[BaseException | None] = []
 
@@ -317,61 +284,3 @@ def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
         assert MARK in named(caught.value), str(caught.value)
     assert all(isinstance(error, DriverError) for error in raised)
     bench.assert_sound()
-
-
-@pytest.mark.alone
-def test_another_threads_calls_do_not_break_a_thread_local_capture(bench: Bench) -> None:
-    device, before = bench.device, 0
-
-    def much() -> None:
-        with device.create_stream() as stream, device.empty(N, np.float32) as y:
-            ost.fill(stream, y, 3)
-            stream.synchronize()
-            assert stream.record().done()
-            assert (y.to_numpy(stream) == 3).all()
-
-    for i in range(3 + TIMES):
-        if i == 3:  # what grows once has grown
-            device.synchronize()
-            before = device.memory_info()[0]
-        with ost.capture(bench.stream) as capture:
-            ost.fill(bench.stream, bench.x, 1)
-            assert bench.in_a_thread(much) is None
-            ost.fill(bench.stream, bench.x, 2)
-        with capture.graph as graph, graph.instantiate() as run:
-            run.launch(bench.stream)
-        assert (bench.x.to_numpy(bench.stream) == 2).all()
-    bench.x.set(np.arange(N, dtype=np.float32), bench.stream)
-    bench.assert_sound()
-    gc.collect()
-    device.synchronize()
-    assert device.memory_info()[0] >= before
-
-
-# ------------------------------------------------------------------------------ what only CUDA has
-
-
-@pytest.fixture
-def blocking(cuda_device: Device) -> Iterator[Bench]:
-    """A bench whose stream waits for the legacy one, as streams of other libraries may."""
-    from cuda.core import Device as CoreDevice
-    from cuda.core import StreamOptions
-
-    owner = CoreDevice(0)
-    owner.set_current()
-    bench = Bench(preload(cuda_device))
-    bench.stream = cuda_device.adopt_stream(
-        owner.create_stream(options=StreamOptions(nonblocking=False))
-    )
-    yield bench
-
-
-@pytest.mark.gpu
-def test_work_on_the_legacy_stream_breaks_a_blocking_streams_capture(blocking: Bench) -> None:
-    def submits(bench: Bench) -> None:
-        ost.fill(bench.legacy(), bench.x, 1)  # breaks it
-
-    for _ in range(3):
-        error = broken(blocking, submits)
-        assert MARK in named(error) and "906" in str(error), str(error)
-        blocking.assert_sound()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,26 +14,6 @@ from ostinato.relational import Joiner
 from tests.sources import config, kernel
 
 N = 16
-PACKAGES = ("graph", "graphfile", "step", "relational")
-
-
-def classes() -> list[type]:
-    found = {}
-    for home in ("ostinato", *(f"ostinato.{name}" for name in PACKAGES)):
-        module = importlib.import_module(home)
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.isclass(value) and value.__module__.startswith(
-                tuple(f"ostinato.{name}." for name in PACKAGES)
-            ):
-                found[value.__qualname__] = value
-    return [found[name] for name in sorted(found)]
-
-
-@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__qualname__)
-def test_every_public_class_has_a_repr(cls: type) -> None:
-    if not getattr(cls, "_is_protocol", False):
-        assert cls.__repr__ is not object.__repr__
 
 
 class Made:

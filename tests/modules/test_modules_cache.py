@@ -27,7 +27,7 @@ from ostinato.errors import (
     Status,
     driver_error,
 )
-from ostinato.modules import CompileOptions, Kernel, ModuleCache, Source
+from ostinato.modules import Kernel, ModuleCache, Source
 from ostinato.modules import cache as cache_module
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 
@@ -467,17 +467,6 @@ def test_sources_built_at_run_time_leak_nothing() -> None:
 
 
 # ------------------------------------------------------------------------------------------ headers
-
-
-@nvrtc
-def test_a_changed_header_is_another_kernel(tmp_path: Path) -> None:
-    (tmp_path / "a.h").write_text("#define COUNT int p\n")
-    cache, _ = make_cache(tmp_path / "kernels")
-    options = CompileOptions(include=[tmp_path])
-    text = '#include "a.h"\nextern "C" __global__ void k(COUNT) {}'
-    assert len(cache.get_or_compile(text, "k", options=options).info.parameters) == 1
-    (tmp_path / "a.h").write_text("#define COUNT int p, int q\n")
-    assert len(cache.get_or_compile(text, "k", options=options).info.parameters) == 2
 
 
 # ----------------------------------------------------------------------------- preload and captures

@@ -130,11 +130,6 @@ def test_a_torn_file(store: DiskStore, caplog) -> None:
     refused(store, caplog, "torn")
 
 
-def test_an_empty_file(store: DiskStore, caplog) -> None:
-    saved(store).write_bytes(b"")
-    refused(store, caplog, "torn (0 bytes)")
-
-
 def test_a_swapped_file(store: DiskStore, caplog) -> None:
     path = saved(store)
     store.save(OTHER, Compiled("cubin", b"other"))
@@ -155,50 +150,6 @@ def test_another_schema(store: DiskStore, caplog) -> None:
     data[8] = 99
     path.write_bytes(data)
     refused(store, caplog, "schema 99")
-
-
-@posix
-def test_another_users_file(store: DiskStore, caplog, monkeypatch) -> None:
-    path = saved(store)
-    me = os.getuid()
-    if me == 0:
-        os.chown(path, 12345, -1)
-        refused(store, caplog, "another user (12345)")
-        return
-    monkeypatch.setattr(os, "getuid", lambda: me + 1)
-    with caplog.at_level(logging.WARNING):
-        assert store.load(KEY) is None
-    assert "another user" in caplog.text
-
-
-@posix
-def test_a_file_that_others_may_write(store: DiskStore, caplog) -> None:
-    saved(store).chmod(0o666)
-    refused(store, caplog, "other users may write")
-
-
-@posix
-def test_a_link_is_not_followed(store: DiskStore, caplog, tmp_path: Path) -> None:
-    path = saved(store)
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    refused(store, caplog, "not a regular file")
-    assert (tmp_path / "elsewhere").exists()
-
-
-@posix
-def test_a_fifo_blocks_nobody(store: DiskStore, caplog) -> None:
-    path = saved(store)
-    path.unlink()
-    os.mkfifo(path)
-    refused(store, caplog, "not a regular file")
-
-
-def test_an_empty_folder_in_the_files_place(store: DiskStore, caplog) -> None:
-    path = saved(store)
-    path.unlink()
-    path.mkdir()
-    refused(store, caplog, "not a regular file")
 
 
 def test_a_filled_folder_in_the_files_place_costs_that_key_alone(store: DiskStore, caplog) -> None:

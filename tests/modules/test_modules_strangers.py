@@ -141,9 +141,13 @@ def test_times_of_another_age_are_listed(store: DiskStore, when: float) -> None:
 
 
 def test_a_lookup_ends_and_the_place_can_be_used_again(store: DiskStore, caplog) -> None:
-    fill(store)
-    for number, name in enumerate(STRANGERS):
-        assert in_time(lambda n=number: store.load(key_of(n)) is None), name
+    problems = fill(store)
+    for number, (key, problem) in enumerate(problems.items()):
+        caplog.clear()
+        assert in_time(lambda n=number: store.load(key_of(n)) is None), problem
+        assert key in caplog.text and problem in caplog.text and "compiling again" in caplog.text
+        assert store.statistics().rejected == number + 1
+    for number, name in enumerate(STRANGERS):  # not before: what is saved prunes
         if name != "filled folder":
             assert store.save(key_of(number), CODE), name
             assert store.load(key_of(number)) == CODE, name

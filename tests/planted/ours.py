@@ -22,6 +22,7 @@ THREADS = "tests/step/test_graph_cache_threads.py::"
 MANIFEST = "tests/graph/test_manifest.py::"
 STATE = "tests/state/test_state.py::"
 CAPTURE = "tests/graph/test_capture.py::"
+USERS = "tests/planted/test_planted_users.py::"
 
 _FAULTS = (
     # --- checks
@@ -291,7 +292,7 @@ _FAULTS = (
         "ostinato.step.sizes:bucket_of",
         "if bucket < size:",
         "if bucket < size - 1:",
-        (FOOTGUNS + "steps.py::test_a_bucket_that_is_too_small_for_its_size_is_refused",),
+        (USERS + "test_the_mistake_is_an_error",),
     ),
     Fault(
         "bucket-over-the-slot",
@@ -380,7 +381,7 @@ _FAULTS = (
         "if False and",
         (
             FOOTGUNS + "captures.py::test_work_on_another_stream_is_not_lost",
-            FOOTGUNS + "captures.py::test_half_the_work_on_another_stream_is_not_lost",
+            USERS + "test_a_graph_with_the_mistake_is_not_made",
         ),
         "RWKV-Vibe/rwkv_lightning#24",
     ),
@@ -406,7 +407,7 @@ _FAULTS = (
         "ostinato.step.graphed_step:_require_all",
         "if missing is not None:",
         "if False:",
-        (FOOTGUNS + "captures.py::test_an_operation_that_only_the_warm_up_does_is_missed",),
+        (USERS + "test_a_graph_with_the_mistake_is_not_made",),
         "vllm-project/vllm#42444",
     ),
     Fault(
@@ -651,7 +652,7 @@ _FAULTS = (
         "ostinato.explain.races:unordered",
         "ordered = reached[nodes[later]] >> earlier & 1 or reached[nodes[earlier]] >> later & 1",
         "ordered = True",
-        (FOOTGUNS + "order.py::test_two_branches_that_nothing_orders_are_found",),
+        (USERS + "test_a_strict_check_raises_before_an_answer_is_wrong",),
     ),
     # --- executables and their changes
     Fault(
@@ -697,8 +698,8 @@ _FAULTS = (
         "owners[place] = target",
         "pass",
         (
-            FOOTGUNS + "lifetimes.py::test_a_rebound_buffer_lives_with_the_executable",
-            CHANGES + "test_a_rebound_buffer_lives_as_long_as_it_is_pointed_at",
+            FOOTGUNS + "lifetimes.py::test_a_buffer_rebound_by_its_range_lives_with_the_executable",
+            CHANGES + "test_a_buffer_lives_as_long_as_it_is_pointed_at",
         ),
     ),
     Fault(
@@ -707,7 +708,7 @@ _FAULTS = (
         "ostinato.graph.executable:ArgumentSetter._write",
         "live.owners[place] = owner",
         "live.owners[place] = None",
-        (CHANGES + "test_a_patched_buffer_lives_as_long_as_it_is_pointed_at",),
+        (CHANGES + "test_a_buffer_lives_as_long_as_it_is_pointed_at",),
     ),
     Fault(
         "index-is-not-current",
@@ -955,10 +956,7 @@ _FAULTS = (
         "ostinato.state.staging:StagingRing.write",
         "if stream.capture_info().status is not CaptureStatus.NONE:",
         "if False:",
-        (
-            FOOTGUNS + "values.py::test_a_staged_value_is_not_baked_into_a_graph",
-            STATE + "test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing",
-        ),
+        (STATE + "test_a_staged_write_in_a_capture_is_refused_and_breaks_nothing",),
         "PaddlePaddle/Paddle#78568",
     ),
     Fault(
@@ -1035,7 +1033,7 @@ _FAULTS = (
         "ostinato.graph.words:WordIndex._using",
         "~known & (self.sorts <= Sort.UNKNOWN)",
         "False",
-        (FOOTGUNS + "closed.py::test_an_adopted_graph_is_seen_to_touch_memory",),
+        (MANIFEST + "test_words_of_adopted_graphs",),
         "sgl-project/sglang#27140",
     ),
     Fault(

@@ -20,23 +20,6 @@ from tests.sources import config, kernel
 STEP = np.dtype([("token", "<i4"), ("position", "<i4"), ("length", "<i4")])
 
 
-def test_a_scalar_is_read_by_replays_and_set_in_between(device: Device) -> None:
-    stream = device.create_stream()
-    factor = ost.DeviceScalar(device, np.float32, initial=2, stream=stream)
-    x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
-    with ost.capture(stream) as capture:
-        ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
-    run = capture.graph.instantiate()
-    address = factor.address
-    total = 0.0
-    for value in (2, 3, -1.5):
-        factor.set(value, stream)
-        run.launch(stream)
-        total += value
-        assert (y.to_numpy(stream) == total).all()
-    assert factor.address == address
-
-
 def test_a_replay_in_flight_sees_the_value_of_its_time(device: Device) -> None:
     stream = device.create_stream()
     factor = ost.DeviceScalar(device, np.float32, initial=1, stream=stream)

@@ -17,10 +17,8 @@ from ostinato.device import Device, open_device
 from ostinato.driver.api import ExecHandle
 from ostinato.errors import (
     ClosedError,
-    GraphError,
     InputError,
     NotHeldError,
-    OstinatoError,
     OutOfMemoryError,
     Status,
 )
@@ -142,19 +140,6 @@ def test_a_graph_is_captured_on_the_first_ask_only(cache: ost.GraphCache, counte
     assert stats.keys[0].hits == 4
 
 
-def test_installing_replaces_and_closes_the_old_one(
-    cache: ost.GraphCache, counter: Counter
-) -> None:
-    old, new = counter.adding(1), counter.adding(10)
-    cache.install("a", old)
-    cache.replay("a", counter.stream)
-    cache.install("a", new)
-    cache.replay("a", counter.stream)
-    assert old.closed and not new.closed
-    assert counter.value == 11
-    assert (cache.statistics().replaced, cache.statistics().evictions) == (1, Evictions())
-
-
 def test_installing_the_same_one_again_keeps_it(cache: ost.GraphCache, counter: Counter) -> None:
     run = counter.adding(1)
     cache.install("a", run, nbytes=5)
@@ -181,54 +166,6 @@ def test_what_cannot_be_installed(cache: ost.GraphCache, counter: Counter) -> No
         with pytest.raises(InputError, match="just been evicted"):
             cache.install("a", run)
     assert "b" not in cache and cache.statistics().capture_failures == 1
-
-
-def test_evicting_one_and_all(cache: ost.GraphCache, counter: Counter) -> None:
-    runs = {key: counter.adding(1) for key in "abc"}
-    for key, run in runs.items():
-        cache.install(key, run)
-    assert cache.evict("b") is True and cache.evict("b") is False
-    assert runs["b"].closed and not cache.replay("b", counter.stream)
-    assert cache.evict_all() == 2 and cache.evict_all() == 0
-    assert all(run.closed for run in runs.values()) and len(cache) == 0
-    assert cache.statistics().evictions == Evictions(asked=3)
-    assert cache.statistics().nbytes == 0
-
-
-def test_the_least_recently_used_leaves(counter: Counter) -> None:
-    with ost.GraphCache(counter.device, max_graphs=2) as cache:
-        cache.install("a", counter.adding(1))
-        cache.install("b", counter.adding(1))
-        cache.replay("a", counter.stream)
-        cache.install("c", counter.adding(1))
-        assert cache.keys() == ["a", "c"]
-        cache.get_or_capture("a", lambda: counter.adding(1))
-        cache.install("d", counter.adding(1))
-        assert cache.keys() == ["a", "d"]
-        assert "d" in cache and cache.keys() == ["a", "d"]  # asking whether is no use
-        assert cache.statistics().evictions == Evictions(count=2)
-
-
-def test_the_budget_holds(counter: Counter) -> None:
-    with ost.GraphCache(counter.device, budget="10 B") as cache:
-        for key, nbytes in {"a": 4, "b": 4, "c": 2}.items():
-            cache.install(key, counter.adding(1), nbytes=nbytes)
-        assert cache.statistics().nbytes == 10 and len(cache) == 3
-        cache.install("d", counter.adding(1), nbytes=5)
-        assert cache.keys() == ["c", "d"]
-        cache.install("d", counter.adding(1), nbytes=9)  # replaced first, then trimmed
-        assert cache.keys() == ["d"]
-        assert cache.statistics().evictions == Evictions(budget=3)
-        assert cache.statistics().over_budget == 0
-
-
-def test_one_that_is_over_the_budget_alone_is_kept(counter: Counter) -> None:
-    with ost.GraphCache(counter.device, budget=10) as cache:
-        cache.install("a", counter.adding(1), nbytes=4)
-        cache.get_or_capture("b", lambda: counter.adding(1), nbytes=11)
-        assert cache.keys() == ["b"] and cache.replay("b", counter.stream)
-        stats = cache.statistics()
-        assert (stats.over_budget, stats.nbytes, stats.budget) == (1, 11, 10)
 
 
 def test_what_a_cache_is_made_of(device: Device) -> None:
@@ -280,27 +217,6 @@ def test_a_cache_that_is_closed_during_a_capture(device: Device, counter: Counte
     with pytest.raises(ClosedError, match="cache is closed"):
         cache.get_or_capture("a", make)
     assert made[0].closed
-
-
-def test_a_driver_that_refuses_to_instantiate(host_device: Device) -> None:
-    """The error passes through, nothing is kept, and the next to ask tries again."""
-    faults = FaultyDriver(host_device.driver)
-    device = Device(faults)
-    counter = Counter(device)
-    cache = ost.GraphCache(device)
-    faults.fail("graph_instantiate", status=Status.OUT_OF_MEMORY)
-    with pytest.raises(GraphError, match="OUT_OF_MEMORY"):
-        cache.get_or_capture("a", lambda: counter.adding(1))
-    assert "a" not in cache and cache.statistics().capture_failures == 1
-    cache.get_or_capture("a", lambda: counter.adding(1))
-    faults.fail("exec_launch")
-    with pytest.raises(OstinatoError, match="exec_launch"):
-        cache.replay("a", counter.stream)
-    assert cache.replay("a", counter.stream) and counter.value == 1
-    run = cache.get("a")
-    cache.close()
-    assert run is not None and run.closed  # the failed launch gave its lease back
-    device.close()
 
 
 # --- nothing is pulled from under a replay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import ostinato as ost
 from ostinato.device import open_device
 from ostinato.errors import CaptureError, NotHeldError
+from ostinato.step.statistics import Evictions
 from tests.sources import config, kernel
 
 KEYS = st.sampled_from(["a", ("b", 8), 3, None, frozenset({"e"})])
@@ -45,7 +46,8 @@ class CacheModel(RuleBasedStateMachine):
         self.cache = ost.GraphCache(self.device, budget=budget, max_graphs=max_graphs)
         self.model: OrderedDict[object, Kept] = OrderedDict()
         self.gone: list[ost.GraphExec] = []
-        self.hits = self.misses = self.left = self.replaced = self.over = self.captures = 0
+        self.hits = self.misses = self.replaced = self.over = self.captures = 0
+        self.left: Counter[str] = Counter()
 
     def teardown(self) -> None:
         if hasattr(self, "device"):
@@ -70,15 +72,15 @@ class CacheModel(RuleBasedStateMachine):
             self.replaced += 1
         self.model[key] = kept
         while self.max_graphs is not None and len(self.model) > self.max_graphs:
-            self.drop(next(iter(self.model)))
+            self.drop(next(iter(self.model)), "count")
         if self.budget is not None:
             while self.total > self.budget and len(self.model) > 1:
-                self.drop(next(iter(self.model)))
+                self.drop(next(iter(self.model)), "budget")
             self.over += self.total > self.budget
 
-    def drop(self, key: object) -> None:
+    def drop(self, key: object, why: str) -> None:
         self.gone.append(self.model.pop(key).run)
-        self.left += 1
+        self.left[why] += 1
 
     @property
     def total(self) -> int:
@@ -159,7 +161,7 @@ class CacheModel(RuleBasedStateMachine):
     def evict(self, key: object) -> None:
         assert self.cache.evict(key) is (key in self.model)
         if key in self.model:
-            self.drop(key)
+            self.drop(key, "asked")
 
     @rule(key=KEYS)
     def evict_while_held(self, key: object) -> None:
@@ -175,14 +177,14 @@ class CacheModel(RuleBasedStateMachine):
             run.launch(self.stream)
             self.expected[kept.at] += kept.by
             self.hits += 1
-            self.drop(key)
+            self.drop(key, "asked")
             assert self.cache.statistics().leaving == 1
 
     @rule()
     def evict_all(self) -> None:
         assert self.cache.evict_all() == len(self.model)
         for key in list(self.model):
-            self.drop(key)
+            self.drop(key, "asked")
 
     @rule(at=st.integers(0, 2))
     def evict_touching(self, at: int) -> None:
@@ -190,7 +192,7 @@ class CacheModel(RuleBasedStateMachine):
         assert self.cache.touching(self.counters[at]) == touching
         assert self.cache.evict_touching(self.counters[at]) == touching
         for key in touching:
-            self.drop(key)
+            self.drop(key, "touching")
 
     # --- what holds after each call
     def check(self, holds: Callable[[], bool]) -> None:
@@ -223,7 +225,7 @@ class CacheModel(RuleBasedStateMachine):
         assert stats.nbytes == self.total
         assert (stats.hits, stats.misses) == (self.hits, self.misses)
         assert (stats.captures, stats.replaced) == (self.captures, self.replaced)
-        assert (stats.evictions.total, stats.over_budget) == (self.left, self.over)
+        assert (stats.evictions, stats.over_budget) == (Evictions(**self.left), self.over)
         assert stats.leaving == 0
         assert [k.key for k in stats.keys] == list(self.model)
 

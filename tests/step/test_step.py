@@ -181,15 +181,6 @@ def test_a_slot_names_the_size_that_a_call_lacks(device: Device) -> None:
         ost.Slot("x", rows.x, "input", size=3)  # type: ignore[arg-type]
 
 
-def test_device_state_is_seen_by_replays(device: Device) -> None:
-    rows = Rows(device, warmups=0)
-    x = rows.x.to_numpy(rows.stream)
-    rows.step(rows=2)
-    rows.factor.set(10, rows.stream)
-    rows.step(rows=2)
-    np.testing.assert_array_equal(rows.totals()[:2], 11 * x[:2])
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_a_replay_reads_the_real_size_of_its_own_call(device: Device, held: bool) -> None:
     """3 and 4 share a graph, so the size is the only thing that tells their calls apart."""
@@ -491,45 +482,6 @@ def test_the_same_work_with_other_answers_is_run_eagerly(device: Device) -> None
         assert (decision.action, decision.reason) == (Action.EAGER, Reason.MISMATCH)
         assert "two eager runs of the same work" in decision.detail
         assert (out.to_numpy(step.stream) == len(drawn)).all()
-
-
-def test_an_output_that_is_read_before_it_is_written_is_told_from_a_frozen_number(
-    device: Device,
-) -> None:
-    x, out = device.array(np.ones(WIDTH, np.float32)), device.zeros(WIDTH, np.float32)
-    one = device.array(np.ones(1, np.float32))
-
-    def work(stream: ost.Stream, _: ost.Sizes) -> None:
-        ost.launch(stream, kernel(device, "axpy"), config(WIDTH), x, one, out, WIDTH)
-
-    step = ost.GraphedStep(
-        work,
-        stream=device.create_stream(),
-        cache=GraphCache(device),
-        slots=[ost.Slot("x", x, "input"), ost.Slot("out", out, "output")],
-        warmups=0,
-        verify="first",
-    )
-    assert "what an output held before" in step().detail
-
-
-class Leaky(Rows):
-    """A step whose first row depends on the last row of the bucket."""
-
-    def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
-        self.runs += 1
-        last = self.x[sizes.rows - 1]
-        ost.launch(
-            stream, kernel(self.device, "add"), config(WIDTH), self.x, last, self.total, WIDTH
-        )
-
-
-def test_verify_finds_padding_that_leaks(device: Device) -> None:
-    step = Leaky(device, verify="first", warmups=0)
-    decision = step.step(rows=3)
-    assert decision.reason is Reason.MISMATCH
-    assert "padding" in decision.detail
-    assert Leaky(device, verify="first", warmups=0).step(rows=4).action is Action.BUILD
 
 
 def test_verify_passes_advances_state_once_and_samples_again(device: Device) -> None:

@@ -422,11 +422,6 @@ class KernelArguments:
             raise InputError(f"argument {index} of {len(self.layout)}: there is no such argument")
         return self.layout[index]
 
-    def with_raw(self, index: int, value: bytes) -> KernelArguments:
-        """Returns a copy with another argument.  Raises InputError if the size differs."""
-        self.require_size(index, value)
-        return self.with_bytes(self.slot(index).offset, value)
-
     def require_size(self, index: int, value: bytes) -> None:
         """Raises InputError unless argument `index` has the size of `value`."""
         size = self.slot(index).size
