@@ -241,6 +241,27 @@ def test_an_unforeseen_wait_runs_once_and_is_learned(make: Make, where: str) -> 
     assert step.statistics().replays > 0, step.explain()
 
 
+def test_a_function_that_catches_an_error_of_its_capture(make: Make, where: str) -> None:
+    """The draw cannot run again, so the call begins anew where the capture breaks."""
+
+    def function(x: Any, seen: Any) -> Any:
+        seen += 1
+        kept = torch.nn.functional.dropout(x, 0.5)
+        try:
+            return kept + _eigen(x)
+        except Exception:
+            return x * 0
+
+    graphed = make(function)
+    for call in range(12):
+        x, found = torch.randn(4, device=where), []
+        for one in (graphed, function):
+            torch.manual_seed(call)
+            seen = torch.zeros(1, device=where)
+            found.append((one(x, seen), seen))
+        assert all(map(torch.equal, *found)), (call, graphed.explain())
+
+
 def test_modules_with_buffers_that_are_written_before_a_wait(make: Make, where: str) -> None:
     class Counting(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -26,7 +26,7 @@ import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,6 +141,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         parts.around = self._around
         self._captor, self._parts, self._known, self._device = captor, parts, known, device
         self._segment: Segment | None = None
+        self._failure: NotGraphable | None = None
+        """The error that ends the run."""
         self._thread = 0
         """The thread of the capture under way."""
         self._position: Hashable = None
@@ -180,10 +182,14 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         try:
             with self:
                 result = work()
-        except NotGraphable:
-            self._drop()
-            raise
+            if self._failure is not None:  # the work has caught it
+                raise self._failure
         except Exception as error:
+            if self._failure is not None:
+                self._drop()
+                if error is self._failure:
+                    raise
+                raise self._failure from error
             if not self.why and out_of_memory(error):
                 self._drop()
                 raise NoMemory(explained(error)) from error
@@ -258,10 +264,18 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         it began.  The call runs eagerly, from its start."""
         if threading.get_ident() != self._thread:
             self._segment = segment
-            raise WaitsForDevice(
-                f"work of a backward at {line_outside_torch()} waits for the GPU, or is unknown to "
-                "torch, and a capture cannot be ended in the thread of a backward"
+            self._fail(
+                WaitsForDevice(
+                    f"work of a backward at {line_outside_torch()} waits for the GPU, or is "
+                    "unknown to torch, and a capture cannot be ended in the thread of a backward"
+                )
             )
+
+    def _fail(self, error: NotGraphable) -> NoReturn:
+        """Raises an error that ends the run, also if the work catches it: the call runs eagerly,
+        from its start."""
+        self._failure, self.why = error, str(error)
+        raise error
 
     def _recover(self, segment: Segment | None, why: str) -> None:
         """Runs the operations of a broken capture; the rest of the run is eager."""
@@ -273,7 +287,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._segment = None
         if any(map(_runs_once, [func for func, *_ in self._done])):
             self._drop()
-            raise WaitsForDevice(why)  # the call runs eagerly, from its start
+            self._fail(WaitsForDevice(why))
         self.why = self.why or why
         self._keep()
         with _Plain(torch.is_inference_mode_enabled()):
@@ -446,7 +460,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             result = func(*args, **kwargs)
         except Exception as error:
             if out_of_memory(error):
-                raise NoMemory(explained(error)) from error
+                self._fail(NoMemory(explained(error)))
             if segment.refused(error):
                 self._recover(segment, explained(error))
                 return func(*args, **kwargs)
