@@ -11,8 +11,10 @@ another pair of graphs (`pending`).
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -159,6 +161,27 @@ class Aliases(torch.overrides.TorchFunctionMode):  # type: ignore[misc]  # torch
         return value if weight is None else alias
 
 
+@contextmanager
+def _ways_without_mode() -> Iterator[None]:
+    """Lets torch's modules choose between their ways as they do without a mode of torch functions:
+    a transformer's layer takes its fast path only without one."""
+    overrides, thread = torch.overrides, threading.get_ident()
+    question = overrides.has_torch_function
+
+    def answer(values: Any) -> bool:
+        if threading.get_ident() != thread:
+            return bool(question(values))
+        none = torch._C._disabled_torch_function_impl
+        kinds = {type(one) for one in values} - {torch.Tensor}
+        return any(getattr(kind, "__torch_function__", none) is not none for kind in kinds)
+
+    overrides.has_torch_function = answer
+    try:
+        yield
+    finally:
+        overrides.has_torch_function = question
+
+
 def _over_the_same(weight: Any) -> Any:
     if isinstance(weight, torch.nn.Parameter):
         return torch.nn.Parameter(weight.detach())
@@ -183,7 +206,7 @@ class Differentiated:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Implements `Differentiable.run`."""
         self._attached.clear()
-        with self._aliases, torch.enable_grad():
+        with _ways_without_mode(), self._aliases, torch.enable_grad():
             result = self._function(*args, **kwargs)
         return detached(result, self._attached)
 
