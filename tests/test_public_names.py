@@ -105,7 +105,7 @@ launch lift
 open_device prepare record errors explain graphfile lowlevel settings step testing
 """
 LOWLEVEL = """
-Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work causes
+Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work armed causes
 NotLaunched check_runs every_node fill_kernel load_extension new_lock parse_bytes
 replace_small_fills table uninterrupted whole_number
 """

@@ -12,6 +12,7 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import causes
+from ostinato.explain.black_box import armed
 from ostinato.explain.times import NotLaunched
 from ostinato.graph.node import every_node
 from ostinato.step.check import Memory, check_runs
@@ -31,6 +32,7 @@ __all__ = [
     "NotLaunched",
     "Options",
     "Work",
+    "armed",
     "causes",
     "check_runs",
     "every_node",

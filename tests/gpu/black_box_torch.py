@@ -13,14 +13,14 @@ from typing import Any
 import ostinato as ost
 from ostinato.errors import ContextPoisonedError
 
-PLANTS = {"assert": "index", "freed": "elementwise"}
+PLANTS = {"assert": "index", "freed": "elementwise", "observed": "index"}
 """Each with a part of the name of the kernel that fails."""
 
 
 def planted(name: str, device: ost.Device, folder: str) -> dict[str, Any]:
     import torch
 
-    from ostinato.interop.torch import adopt_graph, use_stream
+    from ostinato.interop.torch import adopt_graph, observe, use_stream
 
     stream = device.create_stream()
     with torch.no_grad(), use_stream(stream):
@@ -30,7 +30,7 @@ def planted(name: str, device: ost.Device, folder: str) -> dict[str, Any]:
 
         def work() -> None:
             out.add_(1)
-            if name == "assert":
+            if name != "freed":
                 out[:256].copy_(table[places])
             else:
                 torch.mul(table, 2, out=out)
@@ -38,22 +38,32 @@ def planted(name: str, device: ost.Device, folder: str) -> dict[str, Any]:
 
         work()
         stream.synchronize()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        if name == "observed":
+            observe()
+        graph = torch.cuda.CUDAGraph(keep_graph=name != "observed")
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
             work()
-        run = adopt_graph(device, graph).instantiate()
+        run = None if name == "observed" else adopt_graph(device, graph).instantiate()
+
+    def replay() -> None:
+        if run is not None:
+            run.launch(stream)
+            return
+        with use_stream(stream):
+            graph.replay()
+
     ended_by_torch = False
     try:
         with ost.black_box(folder=folder):
-            run.launch(stream)
+            replay()
             stream.synchronize()
-            if name == "assert":
+            if name != "freed":
                 with use_stream(stream):
                     places.fill_(1 << 40)
             else:
                 del table
                 torch.cuda.empty_cache()
-            run.launch(stream)
+            replay()
             torch.cuda.synchronize()
     except ContextPoisonedError as error:
         ended_by_torch = isinstance(error.__cause__, RuntimeError)

@@ -49,3 +49,5 @@ def test_the_error_names_a_node_of_torch(name: str, cuda_device: Device, tmp_pat
     assert black_box_torch.PLANTS[name] in name_found, found["text"]
     if name == "freed":
         assert ": freed, " in found["text"], found["text"]
+    if name == "observed":
+        assert "captured at " in found["text"], found["text"]

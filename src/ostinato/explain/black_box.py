@@ -75,6 +75,8 @@ class _Watched:
 
     context: Context
     twin: CrumbTwin | None = None
+    graph: str = ""
+    """A text by which a person knows the graph again."""
     why_not: str = ""
     noted: dict[MemoryRange, KnownMemory] = field(default_factory=dict)
     let_go: weakref.finalize[..., GraphExec] | None = None
@@ -196,6 +198,7 @@ class BlackBox:
             context.watchers.add(self._freed[context])
         try:
             watched.twin = CrumbTwin(run, self._every)
+            watched.graph = _named(run)
             watched.note(every_node(run.nodes()))
         except ContextPoisonedError:
             raise
@@ -237,11 +240,11 @@ class BlackBox:
             noted.setdefault(freed, KnownMemory(freed, "a buffer", live=False, of="ours"))
         memory = MemoryMap(context, ask_driver=False, noted=noted.values())
         replays = []
-        for twin in [each.twin for each in watched if each.twin is not None]:
-            words = twin.words()
-            if twin.area.under_way(words):
+        for each in watched:
+            twin = each.twin
+            if twin is not None and twin.area.under_way(words := twin.words()):
                 nodes = tuple(_nodes(twin.area, words, memory, ""))
-                replays.append(ReplayReport(_named(twin.area.nodes), twin.every, nodes))
+                replays.append(ReplayReport(each.graph, twin.every, nodes))
         return tuple(replays), memory
 
     def notes(self) -> tuple[str, ...]:
@@ -278,10 +281,11 @@ def _nodes(area: Area, words: Sequence[int], memory: MemoryMap, above: str) -> I
                 yield from _nodes(inner, words, memory, f"{path}/{number}/")
 
 
-def _named(nodes: Sequence[Node]) -> str:
+def _named(run: GraphExec) -> str:
     """Returns a text by which a person knows a graph again."""
+    nodes, origin = run.nodes(), run.graph.origin
     lines = [node.line for node in every_node(nodes) if node.line is not None]
-    where = f" that begins at {lines[0][0]}:{lines[0][1]}" if lines else ""
+    where = f" that begins at {lines[0][0]}:{lines[0][1]}" if lines else origin and f" {origin}"
     return f"the graph of {count_text(len(nodes), 'node')}{where}"
 
 
@@ -341,6 +345,11 @@ def _switch() -> None:
     set_replay_watch(_ReplayWatch() if _boxes else None)
     for context in members(contexts):
         context.cool()
+
+
+def armed() -> bool:
+    """True while a box is armed that watches all executables."""
+    return bool(_boxes) and any(box._runs is None for box in _boxes)
 
 
 def watch_process() -> None:

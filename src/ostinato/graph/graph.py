@@ -122,6 +122,8 @@ class Graph(Closeable):
         """The number of objects in `keep` that are in `_storages`."""
         self.only_to_read = ""
         """The reason why this library must not launch it; empty if it may."""
+        self.origin = ""
+        """The place at which another library captured it, for texts; empty if unknown."""
         self.closed = False
         self.instantiated = False
         """True once it has an executable."""

@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from ostinato.interop.torch.adopting import adopt_graph, as_tensor, external_stream, use_stream
 from ostinato.interop.torch.graphing import GraphedModule, graphed
+from ostinato.interop.torch.observing import GraphObservation, ObservedGraph, observe, observed
 
 __all__ = [
+    "GraphObservation",
     "GraphedModule",
+    "ObservedGraph",
     "adopt_graph",
     "as_tensor",
     "external_stream",
     "graphed",
+    "observe",
+    "observed",
     "use_stream",
 ]

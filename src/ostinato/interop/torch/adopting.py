@@ -62,14 +62,7 @@ def adopt_graph(
     Not guaranteed: that another thread which draws eagerly from the same generator at the same
     moment draws other numbers; torch locks the generator against that, and Python cannot.
     """
-    try:
-        handle = graph.raw_cuda_graph()
-    except (RuntimeError, AttributeError) as error:
-        raise InputError(
-            "torch kept no definition of this graph: make it with "
-            f"torch.cuda.CUDAGraph(keep_graph=True) ({error})"
-        ) from error
-    adopted = Graph.adopt(device, handle, owner=graph)
+    adopted = definition_of(device, graph)
     nodes = adopted.nodes()
     found = list(drawing(nodes, device.driver.memory_range))
     if found:
@@ -83,6 +76,19 @@ def adopt_graph(
                 "with torch (graph.replay()), or draw the numbers outside of the graph"
             )
     return adopted
+
+
+def definition_of(device: Device, graph: torch.cuda.CUDAGraph) -> Graph:
+    """Returns the definition that torch captured, to read it.  Raises InputError as `adopt_graph`
+    does."""
+    try:
+        handle = graph.raw_cuda_graph()
+    except (RuntimeError, AttributeError) as error:
+        raise InputError(
+            "torch kept no definition of this graph: make it with "
+            f"torch.cuda.CUDAGraph(keep_graph=True) ({error})"
+        ) from error
+    return Graph.adopt(device, handle, owner=graph)
 
 
 def external_stream(stream: Stream) -> Any:

@@ -569,6 +569,7 @@ def _references(record: _Record) -> int:
 def line_outside_torch() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "contextlib",
         "ostinato",
         "torch",
     ):

@@ -25,7 +25,7 @@ from ostinato.interop.torch.library import Torch, TorchWithoutCuda
 from ostinato.step import Buckets
 
 _names = itertools.count()
-_devices = Devices(lambda index: torch.cuda.current_stream(index))
+devices = Devices(lambda index: torch.cuda.current_stream(index))
 
 
 def graphed(
@@ -102,10 +102,10 @@ def graphed(
             "memory of a capture for its graph (backend:native in PYTORCH_CUDA_ALLOC_CONF)"
         )
     if unavailable:
-        library: Torch = TorchWithoutCuda(device or _devices.of(None))
+        library: Torch = TorchWithoutCuda(device or devices.of(None))
     else:
         index = torch.cuda.current_device() if index is None else index
-        library = Torch(device or _devices.of(index), index, generators)
+        library = Torch(device or devices.of(index), index, generators)
     options = GraphedOptions.given(
         static=static,
         dynamic=dynamic,

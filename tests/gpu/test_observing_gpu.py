@@ -1,0 +1,121 @@
+"""Graphs of programs that know nothing of the observer.  Without a GPU:
+tests/interop/test_observing.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from tests.gpu.foreign import library
+
+torch: Any = library("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+ROWS, WIDTH = 64, 256
+
+
+@pytest.fixture(autouse=True)
+def observing(cuda_device: Device) -> Iterator[Any]:
+    from ostinato.interop.torch import observe
+
+    with observe() as watch:
+        yield watch
+
+
+def model(dropout: float = 0.0) -> Any:
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(dropout), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, WIDTH)).cuda()
+
+
+def by_hand(work: Callable[[Any], Any], x: Any) -> Callable[[], Any]:
+    """A capture as torch's documentation has it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(3):
+            work(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        y = work(x)
+
+    def replay() -> Any:
+        graph.replay()
+        return y
+
+    return replay
+
+
+def test_a_capture_by_hand(observing: Any, tmp_path: Path) -> None:
+    from ostinato.interop.torch import observed
+
+    work, x = model(), torch.randn(ROWS, WIDTH, device="cuda")
+    replay = by_hand(work, x)
+    (one,) = observed()
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(replay(), work(x))
+    (one,) = observed()
+    assert one.nodes >= 3 and one.replays == 2 and one.pool_bytes
+    assert Path(__file__).name in one.where
+    graph, stream = one.adopt(), one.device.create_stream()
+    with graph.instantiate(upload=stream) as run:
+        assert ost.first_difference(stream, graph, run) is None
+        assert all(node.seconds > 0 for node in run.profile(stream=stream, replays=5).nodes)
+    assert any(pointer.address == x.data_ptr() for pointer in ost.explain.audit(graph).pointers)
+    observing.export(tmp_path / "graphs.txt")
+    assert str(one) in (tmp_path / "graphs.txt").read_text()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_replays_in_a_box_give_the_same_answers(dropout: float) -> None:
+    """Random numbers too."""
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    replay, answers = by_hand(model(dropout), x), list[list[Any]]()
+    for watched in (False, True):
+        torch.manual_seed(11)
+        if watched:
+            with ost.black_box() as box:
+                answers.append([replay().clone() for _ in range(3)])
+                torch.cuda.synchronize()
+                assert "of 1 executables" in repr(box)
+        else:
+            answers.append([replay().clone() for _ in range(3)])
+        answers[-1].append(replay().clone())
+    for one, other in zip(*answers, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(answers[0][0], answers[0][1]) == (dropout == 0)
+
+
+def test_make_graphed_callables() -> None:
+    from ostinato.interop.torch import observed
+
+    work, x = model(), torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+    wanted = work(x)
+    graphed = torch.cuda.make_graphed_callables(work, (x,))
+    y = graphed(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, wanted)
+    assert [one.replays for one in observed()] == [1, 1]  # forward and backward
+    assert all(Path(__file__).name in one.where for one in observed())
+
+
+def test_the_graphs_of_a_compiled_function() -> None:
+    from ostinato.interop.torch import observed
+
+    @torch.compile(mode="reduce-overhead")  # type: ignore[untyped-decorator]
+    def work(x: Any) -> Any:
+        return torch.relu(x * 2 + 1).sum(dim=-1)
+
+    x = torch.randn(ROWS, WIDTH, device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            found = work(x).clone()
+    torch.testing.assert_close(found, torch.relu(x * 2 + 1).sum(dim=-1))
+    assert any(one.replays and Path(__file__).name in one.where for one in observed())
