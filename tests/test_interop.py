@@ -54,7 +54,8 @@ def interop(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
         {"size": 1024, "requested_size": 1000},
     ]
     torch.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
-        memory_snapshot=lambda: [{"address": 4096, "total_size": 2048, "blocks": blocks}]
+        is_initialized=lambda: True,
+        memory_snapshot=lambda: [{"address": 4096, "total_size": 2048, "blocks": blocks}],
     )
     for name in ("CUDAGraph", "Event", "Stream"):
         setattr(torch.cuda, name, object)

@@ -175,6 +175,10 @@ def test_a_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dict(vars(Dummy)) == own
 
 
+def test_an_audit_works_beside_a_torch_that_has_no_gpu(host_device: Device) -> None:
+    assert ost.explain.audit(ost.Graph.create(host_device)).pointers == ()
+
+
 def test_graphs_that_are_gone_or_reset_or_not_captured_are_not_listed(ground: Ground) -> None:
     with observe():
         graph, gone, never = captured(ground), captured(ground), torch.cuda.CUDAGraph()

@@ -128,7 +128,7 @@ def known_memory(context: Any) -> Iterator[KnownMemory]:
     on using what the capture gave back.
     """
     try:
-        segments = torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else []
     except RuntimeError:  # another allocator than torch's own
         return
     for segment in segments:
