@@ -33,13 +33,14 @@ class KnownMemory:
     """An allocation, or a part of one, that is live or was freed.
 
     `what` names it: "'x' float32[16]".  `of`: a buffer of this library ("ours"), memory that
-    another "library" told of, or an allocation that only the "driver" knows.
+    another "library" told of, such memory in the pool of a "capture", where each capture may have
+    its arrays elsewhere, or an allocation that only the "driver" knows.
     """
 
     range: MemoryRange
     what: str
     live: bool = True
-    of: Literal["ours", "library", "driver"] = "library"
+    of: Literal["ours", "library", "capture", "driver"] = "library"
 
     def __str__(self) -> str:
         return f"{self.what} ({self.range.nbytes} bytes at {self.range.address:#x})"

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, islice, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,9 +33,11 @@ from ostinato.driver.api import (
     NodeKind,
     parse_bytes,
 )
+from ostinato.driver.context import Context
 from ostinato.driver.signature import Signature, numpys_dtype
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import CaptureError, DriverError, InputError
+from ostinato.explain.audit import MemoryMap
 from ostinato.graph import Graph, GraphExec, Node, Touch, capture_function, launch
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.frozen import Nodes
@@ -169,8 +171,9 @@ def first_difference(
     the same).  A kernel that waits for another node of the same graph waits for ever.  At most 256
     pairs are run for missing edges.  No other stream may write the memory meanwhile.
 
-    Raises InputError if the runs use different allocations of another library with several arrays
-    at other places (often, two captures by PyTorch): what belongs to an array there is not known.
+    Two captures by PyTorch are compared too: arrays in the pools of captures are matched by the
+    arguments at which they stand.  So it is not found that a node writes its result to another
+    place of a pool, if no node reads it.
 
     Raises GraphError for a node that runs in no other graph (a conditional node, alloc and free
     nodes), InputError if more than `limit` bytes would have to be saved, CaptureError if the stream
@@ -198,7 +201,8 @@ def first_difference(
 class _Side:
     """One run: its nodes in an order that its edges allow, and the memory that each can reach."""
 
-    def __init__(self, run: Graph | GraphExec, find: KnownRanges) -> None:
+    def __init__(self, run: Graph | GraphExec, find: KnownRanges, known: _Known) -> None:
+        self.pooled = known.pooled
         self.nodes = run.flat_nodes()
         if isinstance(run, GraphExec):
             touches: Sequence[Touch] = run.manifest()
@@ -217,6 +221,27 @@ class _Side:
             for at in one.after:
                 bits |= self.before[at] | 1 << at
             self.before.append(bits)
+
+
+class _Known:
+    """The memory of other libraries on a device, as they tell of it."""
+
+    def __init__(self, context: Context) -> None:
+        self._driver = context.driver
+        self._at = cache(MemoryMap(context, ask_driver=False).at)
+
+    def find(self, address: int) -> MemoryRange | None:
+        """Returns the array, or else the allocation of the driver, that holds an address; None if
+        it was freed."""
+        found = self._at(address)
+        if found is None or found.of == "ours":
+            return self._driver.memory_range(address)
+        return found.range if found.live else None
+
+    def pooled(self, address: int) -> bool:
+        """True for memory in the pool of a capture."""
+        found = self._at(address)
+        return found is not None and found.of == "capture"
 
 
 class _Way(NamedTuple):
@@ -258,8 +283,11 @@ class _Comparison:
         names: tuple[str, str],
     ) -> None:
         self._stream, self._driver, self._names = stream, stream.context.driver, names
-        self._find = KnownRanges(self._driver.memory_range)
-        self._sides = _Side(a, self._find), _Side(b, self._find)
+        self._known = _Known(stream.context)
+        self._find = KnownRanges(self._known.find)
+        # With the driver's allocations: a pointer to memory that a library has taken back is one.
+        find = KnownRanges(self._driver.memory_range)
+        self._sides = _Side(a, find, self._known), _Side(b, find, self._known)
         self._same_code: SameCode = code_comparison(stream.context, stream.context)
         self._pairs = _pairs(*self._sides)
         order = [j for _, j in self._pairs if j is not None]
@@ -299,12 +327,16 @@ class _Comparison:
             one, two = self._sides[0].touches[i], self._sides[1].touches[j]
             yield from ((one[key], two[key]) for key in one if key in two)
 
-    def _across(self, side: int, address: int) -> int | None:
+    def _across(self, side: int, address: int, given: int | None = None) -> int | None:
         """Returns the address that stands in the other side for one of this side, or None.
 
         It is the same address if the other side has it too; else the one that is most often at the
         same places, except between buffers of this library in runs that else use the same memory.
+        In the pools of captures, where addresses are used again, it is `given`, the one at the same
+        place of the node in question.
         """
+        if given is not None and self._known.pooled(address) and self._known.pooled(given):
+            return given
         if address in self._partners[1 - side]:
             return address
         partners = self._partners[side].get(address)
@@ -316,35 +348,38 @@ class _Comparison:
         return address if known else other
 
     def _spans_of(self, i: int | None, j: int | None) -> list[_Span]:
+        pairs = [(one.range.address, two.range.address) for one, two in self._both(i, j)]
+        given = dict(pairs), {y: x for x, y in pairs}
+        starts: list[list[tuple[int, int | None]]] = []
+        """By side: the addresses that the node may write from, and those that stand for them."""
+        for side, at in enumerate((i, j)):
+            written = () if at is None else self._written(side, at)
+            addresses = [touch.range.address for touch in written]
+            starts.append([(x, self._across(side, x, given[side].get(x))) for x in addresses])
         found: dict[tuple[int, int], int] = {}
         same: list[MemoryRange] = []
         for side, at in enumerate((i, j)):
             for touch in () if at is None else self._written(side, at):
-                address, other = touch.range.address, self._across(side, touch.range.address)
+                address = touch.range.address
+                other = self._across(side, address, given[side].get(address))
+                if other is None:
+                    continue
+                nbytes = touch.range.nbytes
+                if other != address:
+                    there = self._live(replace(touch, range=MemoryRange(other, nbytes)))
+                    nbytes = min(nbytes, there)
+                # Up to the next array that the node writes, if that lies elsewhere in the other.
+                for of, begin, end in ((side, address, other), (1 - side, other, address)):
+                    for x, y in starts[of]:
+                        if 0 < x - begin < nbytes and y != end + x - begin:
+                            nbytes = x - begin
                 if other == address:
-                    same.append(touch.range)
-                elif other is not None:
-                    there = self._live(replace(touch, range=MemoryRange(other, touch.range.nbytes)))
-                    nbytes = min(touch.range.nbytes, there)
-                    if self._scattered(side, MemoryRange(address, nbytes), other):
-                        raise InputError(
-                            f"first_difference: {touch.node_name} uses {address:#x} in one run and "
-                            f"{other:#x} in the other, both in allocations of another library that "
-                            "hold several arrays, at other places; compare runs over the same "
-                            "memory: a graph and its executable, before and after a change"
-                        )
+                    same.append(MemoryRange(address, nbytes))
+                else:
                     key = (other, address) if side else (address, other)
                     found[key] = max(found.get(key, 0), nbytes)
         spans = [_Span((memory.address, memory.address), memory.nbytes) for memory in merged(same)]
         return spans + [_Span(addresses, nbytes) for addresses, nbytes in found.items()]
-
-    def _scattered(self, side: int, memory: MemoryRange, other: int) -> bool:
-        """True for another library's memory of one side in which pointers begin whose memory on the
-        other side lies elsewhere than as far behind `other`."""
-        if self._stream.context.owner_of(memory.address) is not None:
-            return False
-        inside = [q for q in self._partners[side] if memory.address < q < memory.end]
-        return any(self._across(side, q) != other + q - memory.address for q in inside)
 
     def _live(self, touch: Touch) -> int:
         """Returns the bytes of a pointer's memory that are in its live allocation."""
@@ -660,7 +695,7 @@ class _Comparison:
 
     def _pointer(self, x: int, y: int) -> DifferenceCause | None:
         """Compares two addresses: None if the second stands for the first."""
-        expected = self._across(0, x)
+        expected = self._across(0, x, y)
         if y == expected or (expected is None and x == y):
             return None
         memory = self._find(y) if y else None
@@ -835,9 +870,11 @@ def _pairs(a: _Side, b: _Side) -> list[_Pair]:
 
 
 def _looks(side: _Side, at: int) -> _Looks:
-    """Returns kind and name of a node; its parameters but for addresses; its addresses."""
+    """Returns kind and name of a node; its parameters but for addresses; its addresses, but for
+    those in the pools of captures, which are used again."""
     one = side.nodes[at]
-    addresses = tuple(touch.range.address for touch in side.touches[at].values())
+    given = [touch.range.address for touch in side.touches[at].values()]
+    addresses = tuple(0 if side.pooled(address) else address for address in given)
     params: object = None
     if isinstance(one.node.params, KernelNodeParams):
         data = bytearray(one.node.params.arguments.data)

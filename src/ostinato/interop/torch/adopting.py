@@ -139,7 +139,8 @@ def known_memory(context: Any) -> Iterator[KnownMemory]:
         start = segment["address"]
         for block in segment["blocks"]:
             memory = MemoryRange(start, block["size"])
-            yield KnownMemory(memory, what, captured or block["state"] == "active_allocated")
+            live = captured or block["state"] == "active_allocated"
+            yield KnownMemory(memory, what, live, "capture" if captured else "library")
             start += block["size"]
 
 
