@@ -531,6 +531,33 @@ def test_checks_find_a_wrong_replay(lib: Lib, make: Make) -> None:
     (line,) = step.statistics().keys
     assert "a check failed" in line.reason and "result differs" in line.reason
     assert "(kernels that point at it: node 1 line)" in line.reason
+    node = "the first node to differ is node 1 (line), argument 0 at [1]: 3.0 in a capture made now"
+    assert f"{node}, 2.0 in the graph (another argument: " in line.reason
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_a_search_for_the_first_node_leaves_memory_as_the_call_did(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch, ranks: bool
+) -> None:
+    """With other processes, which would have to run the same nodes, nothing is searched for."""
+    monkeypatch.setattr(Lib, "ranks", ranks)
+    hidden = np.full(4096, 2.0)
+
+    def f(x: Array, c: Array) -> Array:
+        c.shift(1.0)
+        return c.line(float(hidden[0]))
+
+    step = make(f, static=("c",), verify=1)
+    x, c = lib.array(numbers()), lib.array(numbers())
+    for time in range(1, 6):
+        if time == 4:
+            hidden[:] = 3.0
+        wanted = (2 if time < 4 else 3) * (numbers() + time)
+        np.testing.assert_array_equal(step(x, c).numpy(), wanted)
+        np.testing.assert_array_equal(c.numpy(), numbers() + time)
+        np.testing.assert_array_equal(x.numpy(), numbers())
+    (line,) = step.statistics().keys
+    assert ("the first node to differ is node 2 (line)" in line.reason) is not ranks
 
 
 def test_a_check_puts_state_back(lib: Lib, make: Make) -> None:

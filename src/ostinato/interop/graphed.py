@@ -1288,9 +1288,13 @@ class _Work(Work):
         assert captured is not None and line.counts is not None
         memory = CallEffects(door._subject, line, captured, self.given)
         report = check_runs(memory, eager, replay, once=True)
-        self.made = self._before = self._ran = None
-        if report.finding is None:
+        found = report.finding
+        if found is None:
             line.counts.ran_eagerly(0, "a check runs the call eagerly too")
+        else:
+            node = memory.first_node(door._maker, executable, partial(self._stage, poisoned=False))
+            report = replace(report, finding=replace(found, what=found.what + node))
+        self.made = self._before = self._ran = None
         return report
 
 

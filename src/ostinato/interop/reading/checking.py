@@ -6,22 +6,28 @@ with dynamic sizes, has poisoned padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ostinato.errors import NotHeldError
+from ostinato import GraphExec, NodeKind, first_difference
+from ostinato.errors import ContextPoisonedError, NotHeldError, StateLostError
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.moves import NAMES
 from ostinato.interop.reading.records import Captured, Line, ReadCall
+from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.trees import Tree, Unknown
-from ostinato.lowlevel import Memory
+from ostinato.lowlevel import Memory, every_node
 from ostinato.step import Cause, Finding
+
+_MOST_SAVED = 1 << 30
+"""The most bytes that a search for the first node saves."""
+_NAMES = "a capture made now", "the graph"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +124,43 @@ class CallEffects(Memory[_Content]):
             return None
         what = "with poisoned padding, " if turn == 2 else ""
         return Finding("a check failed", what + found, Cause.FROZEN)
+
+    def first_node(
+        self, maker: Maker, executable: GraphExec, stage: Callable[[Captured], None]
+    ) -> str:
+        """Describes the first node that does something else in the graph than in a capture of the
+        call as it is now; empty if there is none, or if they cannot be compared.
+
+        `stage`: copies the arguments into a graph's own inputs.  Python runs once more, in the
+        capture, and its state is put back; so is all memory that the graphs write."""
+        old, subject = self._captured, self._subject
+        nodes = [*every_node(executable.nodes())]
+        if old.chain is not None or old.backward is not None or subject.library.ranks:
+            return ""
+        if any(node.kind is NodeKind.HOST for node in nodes):  # what it does is not put back
+            return ""
+        kept = subject.keep(self._call)
+        try:
+            try:
+                graph, new = maker.make(self._line, self._call, kept)
+            finally:
+                kept.put_back()
+            with graph:
+                for captured in (old, new):
+                    stage(captured)
+                if old.moves is not None:  # no arrays to copy, of which the next replay has others
+                    count = len(old.inputs) + len(old.moves.outputs)
+                    old.moves.change(old.moves.packed(*[0] * count))(executable)
+                found = first_difference(
+                    subject.library.stream(), graph, executable, limit=_MOST_SAVED, names=_NAMES
+                )
+        except (ContextPoisonedError, StateLostError):
+            raise
+        except Exception:  # the capture runs the function, and the check has found enough
+            return ""
+        if found is None:
+            return ""
+        return f"; the first node to differ is {found.line()} ({found.cause}: {found.why})"
 
     def _first(self, eager: _Content, replayed: _Content) -> str:
         """Describes the first difference between a replay and the eager run; empty without one."""

@@ -211,6 +211,11 @@ class Library(WatchingLibrary, Protocol):
         return not blocking_captures()
 
     @property
+    def ranks(self) -> bool:
+        """True if other processes may have to take part in a run."""
+        return False
+
+    @property
     def chain(self) -> RunChain | None:
         """A function that runs work once, for real, as graphs that are captured and launched one
         after the other, and gives these and the operations that wait between them to a

@@ -478,6 +478,11 @@ class Torch:
     def unseen(self) -> bool:
         return self._captures.unseen
 
+    @property
+    def ranks(self) -> bool:
+        distributed = torch.distributed
+        return bool(distributed.is_available() and distributed.is_initialized())
+
     def chain(
         self, work: Callable[[Stream], Any], parts: ChainBuilder
     ) -> tuple[Any, NotGraphable | None]:
