@@ -15,7 +15,7 @@ import pytest
 import ostinato as ost
 from tests.cli.commands import here, refused
 from tests.cli.terminal import Terminal
-from tests.graphfile.file_kernels import ONE, add, affine, kernel
+from tests.graphfile.file_kernels import ONE, add, affine, kernel, pick
 from tests.processes import child_environment
 
 
@@ -78,6 +78,31 @@ def test_run_takes_inputs_and_gives_outputs(path: Path, weights: Path, tmp_path:
     for wrong in (np.zeros(5, np.int32), np.array(["a", "b", "c"])):
         np.savez(given, x=wrong)
         refused(here("graph", "run", str(path), *files), "Invalid value for --inputs: x:")
+
+
+def test_autopsy_replays_a_file_and_names_the_node_that_fails(
+    host_device: ost.Device, tmp_path: Path
+) -> None:
+    device, stream = host_device, host_device.create_stream()
+    x, at, y = (device.array([n] * 3, "i4") for n in (7, 0, 0))
+    first, second, third = (kernel(device, each) for each in (affine, pick, add))
+    with ost.capture(stream) as under_way:
+        ost.launch(stream, first, ONE, y, at, 1, 0, 3)
+        ost.launch(stream, second, ONE, x, at, y, 3)
+        ost.launch(stream, third, ONE, x, y, 3)
+    path, given = tmp_path / "one.graph", tmp_path / "in.npz"
+    ost.graphfile.save(under_way.graph, path, inputs={"x": x, "at": at}, outputs={"y": y})
+    command = ("autopsy", str(path), "--device", "host", "--inputs", str(given))
+    np.savez(given, at=np.array([0, 1, 2], np.int32))
+    answer = here(*command)
+    assert answer.status == 0 and "no node failed" in answer.out, answer.err
+    np.savez(given, at=np.array([0, 1, 99], np.int32))
+    answer = here(*command)
+    assert answer.status == 0, answer.err
+    assert "node 1 (pick), kernel, grid 1, block 1" in answer.out
+    assert "finished: node 0" in answer.out and "waiting        2  kernel       add" in answer.out
+    (replay,) = json.loads(here(*command, "--json").out)["replays"]
+    assert [node["state"] for node in replay["nodes"]] == ["finished", "running", "waiting"]
 
 
 def test_damaged_inputs_are_an_option_that_is_wrong(

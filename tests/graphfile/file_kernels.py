@@ -21,6 +21,12 @@ def affine(_: Any, dst: Any, src: Any, m: int, c: int, n: int) -> None:
     dst[:n] = src[:n] * m + c
 
 
+@ost.host_kernel("x: *const i32, at: *const i32, y: *i32, n: u32")
+def pick(_: Any, x: Any, at: Any, y: Any, n: int) -> None:
+    for place in range(n):
+        y[place] = x[at[place]]
+
+
 @ost.host_kernel("on: *const i32, handle: cond")
 def choose(launch: Any, on: Any, handle: int) -> None:
     launch.set_conditional(handle, int(on[0]) & 1)

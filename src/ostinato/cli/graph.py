@@ -42,6 +42,10 @@ Constants = Annotated[
         "--constants", callback=expanded, help="Constants by name, in a safetensors file."
     ),
 ]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(callback=expanded, help="Inputs by name, in NumPy's .npz; the others are zeros."),
+]
 DeviceName = Annotated[str | None, typer.Option("--device", help='"host", "cuda:0", ...')]
 
 
@@ -110,12 +114,7 @@ def show(path: File, code: Code = None, as_json: AsJson = False) -> None:
 @app.command()
 def run(
     path: File,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            callback=expanded, help="Inputs by name, in NumPy's .npz; the others are zeros."
-        ),
-    ] = None,
+    inputs: Inputs = None,
     outputs: Annotated[
         Path | None, typer.Option(callback=expanded, help="Write the outputs to this .npz file.")
     ] = None,
