@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ostinato as ost
@@ -116,3 +117,27 @@ def test_the_times_of_all_kernels(cuda_device: Device, stream: ost.Stream) -> No
     assert sum(node.kind == "kernel" for node in times.nodes) == len(kernels) > 2
     assert all(node.seconds > 0 for node in times.nodes)
     assert torch.equal(captured.result, wanted)
+
+
+def test_a_check_of_a_graphed_function_names_the_node(cuda_device: Device) -> None:
+    from ostinato.interop.torch import graphed
+
+    layers, hidden = Layers(), np.full(4096, 2.0)  # larger than what a guard compares
+
+    def work(x: Any) -> Any:
+        inner = torch.relu(torch.nn.functional.linear(x, layers.w)) * float(hidden[0])
+        return torch.softmax(inner @ layers.v, dim=-1)
+
+    step = graphed(work, device=cuda_device, verify=2)
+    for _ in range(4):
+        torch.testing.assert_close(step(layers.x), work(layers.x))
+    before = [bits(layers.x), bits(layers.w), bits(layers.v)]
+    hidden[:] = 3.0
+    for _ in range(4):
+        found = step(layers.x)
+    assert torch.equal(found, work(layers.x))
+    (line,) = step.statistics().keys
+    assert "the first node to differ is node " in line.reason, line.reason
+    assert "another argument" in line.reason and "mul" in line.reason.lower(), line.reason
+    assert [bits(layers.x), bits(layers.w), bits(layers.v)] == before
+    step.close()
