@@ -26,7 +26,7 @@ from ostinato.explain import BlackBoxReport
 from ostinato.explain.crumbs import CrumbTwin
 from ostinato.settings import BLACK_BOX
 from ostinato.testing import HeldStream
-from tests.cli.commands import here
+from tests.cli.commands import here, refused
 from tests.explain import plants
 from tests.explain.plants import ONE, PLANTS, ROW, Ground, N, chain
 
@@ -396,6 +396,7 @@ def test_the_file_holds_the_report_and_the_command_prints_it(
     assert "waiting        2  kernel       twice" in printed.out
     assert "live   'count' uint32[1] (4 bytes at " in printed.out
     assert json.loads(here("autopsy", report.file, "--json").out)["device"] == "host"
+    refused(here("autopsy", report.file, "--device", "host"), "is a report, which is not replayed")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"ostinato_fault": 2}', "[1]", '{"ostinato_fault":1}'])

@@ -47,6 +47,8 @@ def autopsy(
             return
     else:
         report = ost.explain.BlackBoxReport.load(path)
+        if inputs or constants or code or device:
+            raise typer.BadParameter(f"{path} is a report, which is not replayed")
     if as_json:
         print(json.dumps(report.to_dict()))
         return

@@ -134,10 +134,11 @@ class CallEffects(Memory[_Content]):
         `stage`: copies the arguments into a graph's own inputs.  Python runs once more, in the
         capture, and its state is put back; so is all memory that the graphs write."""
         old, subject = self._captured, self._subject
-        nodes = [*every_node(executable.nodes())]
         if old.chain is not None or old.backward is not None or subject.library.ranks:
             return ""
-        if any(node.kind is NodeKind.HOST for node in nodes):  # what it does is not put back
+        # What host functions do, and which gradients a capture attaches, is not put back.
+        nodes = every_node(executable.nodes())
+        if old.attached or any(node.kind is NodeKind.HOST for node in nodes):
             return ""
         kept = subject.keep(self._call)
         try:

@@ -55,10 +55,10 @@ class _Note:
 class ObservedGraph:
     """A graph of torch, as it is when `observed` is called.
 
-    `graph`: torch's object.  `where`: the line of Python at which its capture began, outside of
-    torch.  `pool_bytes`: the device memory of the pool of the capture, which several graphs may
-    share; None with another allocator than torch's own.  `replays`: since the capture, by torch's
-    `replay`.
+    `graph`: torch's object.  `device`: it makes the streams for what is adopted.  `where`: the line
+    of Python at which the capture began, outside of torch.  `pool_bytes`: the device memory of the
+    pool of the capture, which several graphs may share; None with another allocator than torch's
+    own.  `replays`: since the capture, by torch's `replay`.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -85,8 +85,8 @@ class ObservedGraph:
 def _init(init: Callable[..., None]) -> Callable[..., None]:
     def noted(graph: Any, keep_graph: bool = False) -> None:
         init(graph, True)
-        vars(graph)[_NOTE] = _Note(next(_numbers), keep_graph)
-        _graphs.add(graph)
+        note = vars(graph)[_NOTE] = _Note(next(_numbers), keep_graph)
+        _graphs[note.number] = graph
 
     return noted
 
@@ -218,6 +218,8 @@ class GraphObservation(Closeable):
                 delattr(torch.cuda.CUDAGraph, name)
             else:
                 setattr(torch.cuda.CUDAGraph, name, method)
+        for graph in _living():
+            vars(graph)[_NOTE].run = None
         _current[:] = [one for one in _current if one is not self]
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -237,8 +239,13 @@ class GraphObservation(Closeable):
 
 _current: list[GraphObservation] = []
 _lock = new_lock()
-_graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+_graphs: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""By number, all that were made under observation."""
 _numbers = itertools.count()
+
+
+def _living() -> list[Any]:
+    return [graph for one in _graphs.valuerefs() if (graph := one()) is not None]
 
 
 def observe() -> GraphObservation:
@@ -274,10 +281,10 @@ def observed() -> tuple[ObservedGraph, ...]:
     which they were made.  Raises the driver's errors."""
     found: list[ObservedGraph] = []
     try:
-        segments = torch.cuda.memory_snapshot() if len(_graphs) else []
+        segments = torch.cuda.memory_snapshot() if _graphs else []
     except RuntimeError:  # another allocator than torch's own
         segments = None
-    for graph in sorted(_graphs, key=lambda one: vars(one)[_NOTE].number):
+    for graph in _living():
         note: _Note = vars(graph)[_NOTE]
         device = devices.of(note.index)
         try:
