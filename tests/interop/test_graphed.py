@@ -570,6 +570,28 @@ def test_a_check_puts_state_back(lib: Lib, make: Make) -> None:
     assert line.verified == 4 and not line.reason
 
 
+def test_a_failed_check_leaves_the_gradients_of_the_eager_run(lib: Lib, make: Make) -> None:
+    """A search for the first node would attach those of its own capture."""
+    hidden, weight = np.full(4096, 2.0), lib.array(np.ones(4))
+
+    def f(x: Array) -> Array:
+        weight.attached = x.line(float(hidden[0]))
+        return x.line(2.0)
+
+    step = make(f, verify=1)
+    x = lib.array(numbers())
+    for time in range(1, 6):
+        if time == 4:
+            hidden[:] = 3.0
+        weight.attached = None
+        step(x)
+        assert weight.attached is not None
+        wanted = (2 if time < 4 else 3) * numbers()
+        np.testing.assert_array_equal(weight.attached.numpy(), wanted)
+    (line,) = step.statistics().keys
+    assert "the gradient of an array differs" in line.reason and "first node" not in line.reason
+
+
 # ------------------------------------------------------------------------------ the rest
 
 
