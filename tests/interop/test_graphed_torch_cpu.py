@@ -110,6 +110,27 @@ def test_in_place(make: Any, inference: bool) -> None:
             assert x.tolist() == [number] * 4 and float(total) == 4 * number
 
 
+def test_a_failed_check_runs_no_host_functions_again(host_device: Device) -> None:
+    """Nothing puts back what they do: here, all work of the graph."""
+    from tests.interop.tape import on_tape
+
+    hidden, state = torch.full((4096,), 2.0).numpy(), torch.zeros(4)
+
+    def work(x: Any) -> Any:
+        state.add_(1)
+        return x * float(hidden[0])
+
+    step, x = on_tape(host_device, work, verify=1), torch.arange(4.0)
+    for time in range(1, 6):
+        if time == 4:
+            hidden[:] = 3
+        assert torch.equal(step(x), (2 if time < 4 else 3) * x)
+        assert state.tolist() == [time] * 4
+    (line,) = step.statistics().keys
+    assert "a check failed" in line.reason and "first node" not in line.reason
+    step.close()
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_writes_that_change_nothing_at_first(make: Any, inference: bool) -> None:
     with torch.inference_mode(inference):
