@@ -235,19 +235,29 @@ def test_memory_that_is_hidden_and_written_before_a_wait_is_no_chain(lib: Lib, m
         assert hidden.numpy()[0] == call + 1
 
 
-def test_state_that_moves_is_read_where_it_is(lib: Lib, make: Make) -> None:
+@pytest.mark.parametrize("by_the_wait", [False, True])
+def test_state_that_moves_is_read_where_it_is(lib: Lib, make: Make, by_the_wait: bool) -> None:
+    """Graphs on both sides of the wait are bound to it; an operation that waits on it is not."""
     held = {"weight": lib.array([2.0])}
+    keep = [held["weight"]]
 
     def function(x: Array) -> Array:
         y = held["weight"].line(1.0, 1.0)
-        y.numpy()
-        return y
+        seen = (held["weight"] if by_the_wait else y).numpy()[0]
+        return held["weight"].line(float(seen))
 
     step = make(function)
-    for call in range(16):
+    for call in range(24):
         if call % 4 == 3:
-            held["weight"] = lib.array([2.0])
-        assert step(lib.array([1.0])).numpy()[0] == 3.0
+            held["weight"] = lib.array([2.0 + call // 12])
+            keep.append(held["weight"])
+        value = float(held["weight"].numpy()[0])
+        assert step(lib.array([1.0])).numpy()[0] == value * (value + (not by_the_wait))
+    statistics = step.statistics()
+    if by_the_wait:
+        assert statistics.rebound == 0 and statistics.captures > 3, step.explain()
+    else:
+        assert statistics.rebound == 5 and statistics.captures == 2, step.explain()
 
 
 def test_a_strict_function_may_be_a_chain_but_not_eager(lib: Lib, make: Make) -> None:

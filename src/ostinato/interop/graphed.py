@@ -1168,7 +1168,7 @@ class _Work(Work):
             return False
         if captured.epoch == given.epoch and door._subject.pointers(given) == captured.pointers:
             return True
-        if captured.chain is not None or captured.backward is not None:
+        if captured.backward is not None:
             line.unbound = "memory that it uses has moved"
             return False
         line.unbound = door._maker.rebind(line, captured, given)

@@ -88,6 +88,8 @@ class Wait:
     empty."""
     step: PythonStep | None = None
     """The call of Python that `again` makes, if that is no operation that waits."""
+    reads: frozenset[int] = frozenset()
+    """Addresses of the device's memory that `again` uses."""
 
     @property
     def compared(self) -> bool:
