@@ -299,7 +299,9 @@ class _Noting(Reading):
             checks.sequence(value, children)
         elif kind is dict:
             checks.items(value, children)
-        elif kind is OrderedDict or checks.library.parts(value) is not None:
+        elif kind is OrderedDict:
+            checks.reads(value, SameItems(value))
+        elif checks.library.parts(value) is not None:
             raise Inexpressible
         elif dataclasses.is_dataclass(value):
             checks.kind(value)
