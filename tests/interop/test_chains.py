@@ -87,10 +87,12 @@ def test_what_was_written_before_another_value_is_written_once(lib: Lib, make: M
 
     step = make(function)
     expected = 0.0
-    for value in [1.0] * 8 + [9.0, 1.0, 9.0, 9.0, 7.0, 1.0]:
+    for value in [1.0] * 8 + [9.0, 1.0, 9.0, 9.0, 7.0, 1.0] + [1.0, 9.0] * 8:
+        hot = bool(step._hot)
         step(lib.array([value]))
         expected += 11.0 if value > 5 else 21.0
         assert count.numpy()[0] == expected
+    assert hot, "no call went by a short way"
 
 
 def test_arguments_that_are_written_before_a_wait(lib: Lib, make: Make) -> None:

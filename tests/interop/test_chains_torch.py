@@ -290,6 +290,23 @@ def test_modules_with_buffers_that_are_written_before_a_wait(make: Make, where: 
             assert torch.equal(ours.norm.running_mean, theirs.norm.running_mean)
 
 
+def test_numbers_that_are_drawn_before_another_value_are_drawn_once(make: Make, where: str) -> None:
+    def function(x: Any) -> Any:
+        noise = torch.rand(4, device=where)
+        if (x + noise).max() > 5:
+            return noise + torch.rand(4, device=where)
+        return noise * 2
+
+    step, found = make(function), [[], []]
+    with torch.no_grad():
+        for into, each in zip(found, (function, step), strict=True):
+            torch.manual_seed(3)
+            for value in [1.0] * 12 + [1.0, 9.0, 9.0, 1.0] * 6:
+                into.append(each(torch.full((4,), value, device=where)))
+    assert all(map(same, *found))
+    assert step._hot and step.statistics().replays > 12, step.explain()
+
+
 @pytest.mark.parametrize("by_the_wait", [False, True])
 def test_weights_that_move_between_calls_that_wait(
     by_the_wait: bool, make: Make, where: str
