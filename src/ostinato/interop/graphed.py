@@ -1168,7 +1168,10 @@ class _Work(Work):
             return False
         if captured.epoch == given.epoch and door._subject.pointers(given) == captured.pointers:
             return True
-        # A chain gives its gradients to the weights that it had when it was built.
+        used = {*map(id, given.state)} if captured.attached else set()
+        if not all(id(each.array) in used for each in captured.attached):
+            line.unbound = "an array to which it gives a gradient is another object now"
+            return False
         if captured.backward is not None or (captured.chain is not None and captured.attached):
             line.unbound = "memory that it uses has moved"
             return False

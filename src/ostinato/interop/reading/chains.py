@@ -118,7 +118,7 @@ class ChainLink:
 
 
 class Keeping(Protocol):
-    """What `Chain.keep` needs of a library."""
+    """A library that copies arrays, and puts generators back."""
 
     def clone(self, array: Any, /) -> Any: ...
 
