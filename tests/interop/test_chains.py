@@ -451,7 +451,8 @@ def test_a_graph_that_is_refused_after_others_have_written_ends_it(
     "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))]
 )
 def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make: Make) -> None:
-    """Programs of writes, waits, branches, loops and exceptions: equal to eager in every call."""
+    """Programs of writes, waits, branches, loops and exceptions, whose state moves: equal to eager
+    in every call."""
     draw = random.Random(seed)
 
     class Stop(Exception):
@@ -488,18 +489,23 @@ def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make
                 raise Stop
         return y
 
+    rebound = 0
     for _ in range(12):
         steps = program()
-        state, theirs = lib.array([0.0]), lib.array([0.0])
+        held, theirs = {"state": lib.array([0.0])}, lib.array([0.0])
+        before = []
 
-        def function(x: Array, steps: Any = steps, state: Array = state) -> Any:
-            y = run(steps, x, x.line(1.0), state)
+        def function(x: Array, steps: Any = steps, held: Any = held) -> Any:
+            y = run(steps, x, x.line(1.0), held["state"])
             if not steps[0][1] % 2:
                 return y
-            return y, state.numpy(), {"y": y.numpy()}
+            return y, held["state"].numpy(), {"y": y.numpy()}
 
         step = make(function)
         for _ in range(24):
+            if draw.random() < 0.15:
+                before.append(held["state"])
+                held["state"] = lib.array(held["state"].numpy())
             value = float(draw.choice([0, 0, 0, 1, 2, 3, 5]))
             x, other = lib.array([value]), lib.array([value])
             expected: Any = None
@@ -516,5 +522,7 @@ def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make
                     found = found[0]
                 assert found.numpy()[0] == expected, steps
             assert x.numpy()[0] == other.numpy()[0], steps
-            assert state.numpy()[0] == theirs.numpy()[0], steps
+            assert held["state"].numpy()[0] == theirs.numpy()[0], steps
+        rebound += step.statistics().rebound
         step.close()
+    assert rebound
