@@ -7,12 +7,15 @@ torch.compile(mode="reduce-overhead"), with new random inputs for each compariso
 `graphed` are compared with eager ones bit by bit (`right`) or within 1e-5 (`close`).  Times are
 those of whole calls, with the wait for the GPU at their end, in turns, block by block.  There is no
 bound by hand: a person would cut the function into several.  `of_eager` is the part of the eager
-time; `how` is what `graphed` has made of it, with the reason of an eager run.
+time; `how` is what `graphed` has made of it, with the reason of an eager run.  `steady_s` is the
+time of all calls from the first one to the second replay, or of 12 without a replay; for
+torch.compile that of five calls.  A work whose library is missing is listed as "not installed".
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -29,15 +32,15 @@ Made = tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]
 """A function, and a function that draws its arguments."""
 
 
-def _works(torch: Any) -> dict[str, Callable[[], Made]]:
+def works_on(torch: Any, where: str) -> dict[str, Callable[[], Made]]:
     nn, functional = torch.nn, torch.nn.functional
 
     def randn(*shape: int) -> Any:
-        return torch.randn(*shape, device="cuda")
+        return torch.randn(*shape, device=where)
 
     def net(*sizes: int) -> Any:
         layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.GELU())]
-        return nn.Sequential(*layers[:-1]).cuda().eval()
+        return nn.Sequential(*layers[:-1]).to(where).eval()
 
     def assertion() -> Made:
         model = net(256, 256, 256, 256, 256, 64)
@@ -52,7 +55,7 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
 
     def mask() -> Made:
         first, second = net(128, 256, 128), net(128, 256, 10)
-        valid = torch.arange(512, device="cuda") % 3 > 0
+        valid = torch.arange(512, device=where) % 3 > 0
 
         def function(x: Any) -> Any:
             return second(first(x)[valid]).sum(0)
@@ -61,7 +64,7 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
 
     def equal() -> Made:
         model = net(256, 256, 256, 256)
-        last = torch.zeros(8, 256, device="cuda")
+        last = torch.zeros(8, 256, device=where)
 
         def function(x: Any) -> Any:
             return model(last) if torch.equal(x, last) else model(x) + 1
@@ -70,7 +73,7 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
 
     def length() -> Made:
         model = net(64, 128, 128, 64)
-        lengths = torch.tensor([17, 30, 9, 24], device="cuda")
+        lengths = torch.tensor([17, 30, 9, 24], device=where)
 
         def function(x: Any) -> Any:
             return model(x[:, : int(lengths.max().item())]).mean(1)
@@ -79,8 +82,16 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
 
     def solve() -> Made:
         def function(a: Any, b: Any) -> Any:
-            a = a @ a.mT + torch.eye(32, device="cuda")
+            a = a @ a.mT + torch.eye(32, device=where)
             return torch.linalg.solve(a, b).tanh()
+
+        return function, lambda: (randn(8, 32, 32), randn(8, 32, 4))
+
+    def cholesky() -> Made:
+        def function(a: Any, b: Any) -> Any:
+            a = a @ a.mT + 32 * torch.eye(32, device=where)
+            lower = torch.linalg.cholesky(a)
+            return torch.cholesky_solve(b, lower), lower.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
         return function, lambda: (randn(8, 32, 32), randn(8, 32, 4))
 
@@ -89,13 +100,13 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
 
         def function(x: Any, p: Any, zs: Any) -> Any:
             for z in zs:
-                x, p = f @ x, f @ p @ f.mT + torch.eye(16, device="cuda")
-                s = h @ p @ h.mT + torch.eye(8, device="cuda")
+                x, p = f @ x, f @ p @ f.mT + torch.eye(16, device=where)
+                s = h @ p @ h.mT + torch.eye(8, device=where)
                 gain = p @ h.mT @ torch.linalg.inv(s)
                 x, p = x + gain @ (z - h @ x), p - gain @ h @ p
             return x
 
-        return function, lambda: (randn(16, 1), torch.eye(16, device="cuda"), randn(20, 8, 1))
+        return function, lambda: (randn(16, 1), torch.eye(16, device=where), randn(20, 8, 1))
 
     def policy() -> Made:
         body, head = net(64, 128, 128), net(128, 128, 6)
@@ -118,11 +129,11 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
         return function, lambda: (randn(32, 64),)
 
     def constant() -> Made:
-        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).cuda().eval()
+        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3)).to(where).eval()
 
         def function(x: Any) -> Any:
-            mean = torch.tensor([0.485, 0.456, 0.406], device="cuda")
-            spread = torch.tensor([0.229, 0.224, 0.225]).to("cuda")
+            mean = torch.tensor([0.485, 0.456, 0.406], device=where)
+            spread = torch.tensor([0.229, 0.224, 0.225]).to(where)
             return model((x - mean[:, None, None]) / spread[:, None, None])
 
         return function, lambda: (randn(2, 3, 32, 32),)
@@ -140,23 +151,23 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
                 found = gpytorch.distributions.MultivariateNormal
                 return found(self.mean_module(x), self.covar_module(x))
 
-        likelihood = gpytorch.likelihoods.GaussianLikelihood().cuda()
-        x = torch.linspace(0, 1, 64, device="cuda")
-        model = Model(x, torch.sin(6 * x), likelihood).cuda().eval()
+        likelihood = gpytorch.likelihoods.GaussianLikelihood().to(where)
+        x = torch.linspace(0, 1, 64, device=where)
+        model = Model(x, torch.sin(6 * x), likelihood).to(where).eval()
         likelihood.eval()
 
         def function(at: Any) -> Any:
             found = likelihood(model(at))
             return found.mean, found.variance
 
-        return function, lambda: (torch.rand(32, device="cuda"),)
+        return function, lambda: (torch.rand(32, device=where),)
 
     def ode(method: str) -> Callable[[], Made]:
         def make() -> Made:
             from torchdiffeq import odeint
 
             model = net(8, 64, 8)
-            times = torch.linspace(0, 1, 6, device="cuda")
+            times = torch.linspace(0, 1, 6, device=where)
             options: dict[str, Any] = {} if method == "rk4" else {"rtol": 1e-2, "atol": 1e-2}
 
             def function(y: Any) -> Any:
@@ -171,8 +182,8 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
             from torch_geometric import nn as layers
 
             layer = getattr(layers, kind)
-            first, second = layer(32, 64).cuda().eval(), layer(64, 16).cuda().eval()
-            edges = torch.randint(0, 200, (2, 1000), device="cuda")
+            first, second = layer(32, 64).to(where).eval(), layer(64, 16).to(where).eval()
+            edges = torch.randint(0, 200, (2, 1000), device=where)
 
             def function(x: Any) -> Any:
                 return second(first(x, edges).relu(), edges)
@@ -187,15 +198,15 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
         model = torchaudio.models.Conformer(
             input_dim=80, num_heads=4, ffn_dim=128, num_layers=4, depthwise_conv_kernel_size=31
         )
-        model = model.cuda().eval()
-        lengths = torch.tensor([100, 80], device="cuda")
+        model = model.to(where).eval()
+        lengths = torch.tensor([100, 80], device=where)
         return lambda x: model(x, lengths)[0], lambda: (randn(2, 100, 80),)
 
     def filtering() -> Made:
         import torchaudio
 
-        b, a = torch.tensor([0.2, 0.3], device="cuda"), torch.tensor([1.0, -0.4], device="cuda")
-        spectrum = torchaudio.transforms.MelSpectrogram(16000, n_fft=400).cuda()
+        b, a = torch.tensor([0.2, 0.3], device=where), torch.tensor([1.0, -0.4], device=where)
+        spectrum = torchaudio.transforms.MelSpectrogram(16000, n_fft=400).to(where)
 
         def function(x: Any) -> Any:
             return spectrum(torchaudio.functional.lfilter(x, a, b, clamp=False))
@@ -205,15 +216,15 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
     def vision() -> Made:
         import timm
 
-        model = timm.create_model("vit_tiny_patch16_224", pretrained=False).cuda().eval()
+        model = timm.create_model("vit_tiny_patch16_224", pretrained=False).to(where).eval()
         return model, lambda: (randn(1, 3, 224, 224),)
 
     def boxes() -> Made:
         from torchvision import ops
 
-        at = torch.rand(100, 2, device="cuda") * 50
+        at = torch.rand(100, 2, device=where) * 50
         found = torch.cat([at, at + 10], 1)
-        score = torch.rand(100, device="cuda")
+        score = torch.rand(100, device=where)
         head = net(16, 64, 4)
 
         def function(x: Any) -> Any:
@@ -226,8 +237,8 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
         from torchvision.models import detection as models
 
         model = models.fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None)
-        model = model.cuda().eval()
-        return lambda x: model([x])[0]["boxes"], lambda: (torch.rand(3, 160, 160, device="cuda"),)
+        model = model.to(where).eval()
+        return lambda x: model([x])[0]["boxes"], lambda: (torch.rand(3, 160, 160, device=where),)
 
     def sentences() -> Made:
         from transformers import BertConfig, BertModel
@@ -239,19 +250,19 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
             num_attention_heads=4,
             intermediate_size=256,
         )
-        model = BertModel(config).cuda().eval()
-        present = torch.ones(4, 24, dtype=torch.long, device="cuda")
+        model = BertModel(config).to(where).eval()
+        present = torch.ones(4, 24, dtype=torch.long, device=where)
         present[1, 10:] = 0
 
         def function(ids: Any) -> Any:
             found = model(ids, attention_mask=present).last_hidden_state
             return functional.normalize((found * present[..., None]).sum(1), dim=-1)
 
-        return function, lambda: (torch.randint(0, 1000, (4, 24), device="cuda"),)
+        return function, lambda: (torch.randint(0, 1000, (4, 24), device=where),)
 
     def multivariate() -> Made:
         body = net(32, 64, 16)
-        spread = torch.eye(16, device="cuda") * 2
+        spread = torch.eye(16, device=where) * 2
 
         def function(x: Any, y: Any) -> Any:
             found = torch.distributions.MultivariateNormal(body(x), covariance_matrix=spread)
@@ -261,11 +272,11 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
 
     def unique() -> Made:
         model = net(32, 64, 32)
-        groups = torch.arange(64, device="cuda") % 5
+        groups = torch.arange(64, device=where) % 5
 
         def function(x: Any) -> Any:
             names, which = torch.unique(groups, return_inverse=True)
-            sums = torch.zeros(len(names), 32, device="cuda").index_add_(0, which, model(x))
+            sums = torch.zeros(len(names), 32, device=where).index_add_(0, which, model(x))
             return sums / torch.bincount(which)[:, None]
 
         return function, lambda: (randn(64, 32),)
@@ -276,6 +287,7 @@ def _works(torch: Any) -> dict[str, Callable[[], Made]]:
         "equal": equal,
         "length": length,
         "solve": solve,
+        "cholesky": cholesky,
         "kalman": kalman,
         "policy": policy,
         "normal": normal,
@@ -318,21 +330,26 @@ def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> di
     function, draw = made
     step = graphed(function, name=name)
     answers: dict[str, int] = {}
-    began = time.perf_counter()
+    steady, replays = 0.0, 0
     for call in range(CHECKS):
         args = draw()
         torch.manual_seed(call)
         expected = function(*[a.clone() for a in args])
         torch.manual_seed(call)
-        answer = _compared(torch, step(*args), expected)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        found = step(*args)
+        torch.cuda.synchronize()
+        steady += (time.perf_counter() - began) * (replays < 2)
+        replays = step.statistics().replays
+        answer = _compared(torch, found, expected)
         if answer == "WRONG":
             torch.manual_seed(call)
             if _compared(torch, function(*args), expected) == "WRONG":
                 answer = "eager runs differ"
         answers[answer] = answers.get(answer, 0) + 1
-    first_ms = 1e3 * (time.perf_counter() - began)
     ways: dict[str, Callable[..., Any]] = {"eager": function, "graphed": step}
-    row: dict[str, object] = {"work": name, "answers": answers, "first_ms": round(first_ms, 1)}
+    row: dict[str, object] = {"work": name, "answers": answers, "steady_s": round(steady, 3)}
     args = draw()
     if compiles:
         torch._dynamo.reset()
@@ -346,7 +363,7 @@ def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> di
             ways["compiled"] = compiled
         except Exception as error:
             row["compile_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
-        row["compile_ms"] = round(1e3 * (time.perf_counter() - began), 1)
+        row["compile_steady_s"] = round(time.perf_counter() - began, 3)
     us = common.call_times(torch, ways, args, max(1, calls // BLOCK), BLOCK)
     row |= {f"{way}_us": round(value, 1) for way, value in us.items()}
     row["of_eager"] = round(us["graphed"] / us["eager"], 3)
@@ -372,18 +389,22 @@ def main() -> int:
     calls = 40 if chosen.quick else chosen.calls
     rows: list[dict[str, object]] = []
     skipped: dict[str, str] = {}
-    works = _works(torch)
+    works = works_on(torch, "cuda")
     for name in tuple(filter(None, chosen.works.split(","))) or works:
         torch.manual_seed(0)
         try:
             with torch.no_grad():
                 rows.append(measure(torch, name, works[name](), calls, chosen.compile))
             print(rows[-1], flush=True)
+        except ImportError as error:
+            skipped[name] = f"not installed: {error}"
         except Exception as error:
             skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
+        if name in skipped:
             print(name, skipped[name], flush=True)
-    columns = ("work", "eager_us", "graphed_us", "compiled_us", "of_eager", "replays", "eager")
-    print(common.table("functions that wait", rows, (*columns, "answers")))
+    columns = ("work", "eager_us", "graphed_us", "compiled_us", "of_eager", "steady_s")
+    print(common.table("functions that wait", rows, (*columns, "replays", "eager", "answers")))
+    parts = [float(str(row["of_eager"])) for row in rows if row["replays"]]
     common.emit(
         "torch_waits",
         device,
@@ -392,6 +413,13 @@ def main() -> int:
         settings={"calls": calls, "torch": torch.__version__, "quick": chosen.quick},
         rows=rows,
         skipped=skipped,
+        summary={
+            "works": len(rows),
+            "right": sum({*row["answers"]} <= {"right", "close"} for row in rows),  # type: ignore[misc]
+            "replayed": len(parts),
+            "times_eager_median": round(1 / statistics.median(parts), 2) if parts else None,
+            "of_eager_most": max((float(str(row["of_eager"])) for row in rows), default=None),
+        },
     )
     return 0
 

@@ -145,6 +145,7 @@ class Chaining:
                 place,
                 frozenset(self.written - self.own),
                 self.lib.foreign,
+                reads=frozenset([self.lib.storage(other).address]),
             )
         )
         self.begin()

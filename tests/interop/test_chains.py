@@ -87,10 +87,12 @@ def test_what_was_written_before_another_value_is_written_once(lib: Lib, make: M
 
     step = make(function)
     expected = 0.0
-    for value in [1.0] * 8 + [9.0, 1.0, 9.0, 9.0, 7.0, 1.0]:
+    for value in [1.0] * 8 + [9.0, 1.0, 9.0, 9.0, 7.0, 1.0] + [1.0, 9.0] * 8:
+        hot = bool(step._hot)
         step(lib.array([value]))
         expected += 11.0 if value > 5 else 21.0
         assert count.numpy()[0] == expected
+    assert hot, "no call went by a short way"
 
 
 def test_arguments_that_are_written_before_a_wait(lib: Lib, make: Make) -> None:
@@ -235,19 +237,29 @@ def test_memory_that_is_hidden_and_written_before_a_wait_is_no_chain(lib: Lib, m
         assert hidden.numpy()[0] == call + 1
 
 
-def test_state_that_moves_is_read_where_it_is(lib: Lib, make: Make) -> None:
+@pytest.mark.parametrize("by_the_wait", [False, True])
+def test_state_that_moves_is_read_where_it_is(lib: Lib, make: Make, by_the_wait: bool) -> None:
+    """Graphs on both sides of the wait are bound to it; an operation that waits on it is not."""
     held = {"weight": lib.array([2.0])}
+    keep = [held["weight"]]
 
     def function(x: Array) -> Array:
         y = held["weight"].line(1.0, 1.0)
-        y.numpy()
-        return y
+        seen = (held["weight"] if by_the_wait else y).numpy()[0]
+        return held["weight"].line(float(seen))
 
     step = make(function)
-    for call in range(16):
+    for call in range(24):
         if call % 4 == 3:
-            held["weight"] = lib.array([2.0])
-        assert step(lib.array([1.0])).numpy()[0] == 3.0
+            held["weight"] = lib.array([2.0 + call // 12])
+            keep.append(held["weight"])
+        value = float(held["weight"].numpy()[0])
+        assert step(lib.array([1.0])).numpy()[0] == value * (value + (not by_the_wait))
+    statistics = step.statistics()
+    if by_the_wait:
+        assert statistics.rebound == 0 and statistics.captures > 3, step.explain()
+    else:
+        assert statistics.rebound == 5 and statistics.captures == 2, step.explain()
 
 
 def test_a_strict_function_may_be_a_chain_but_not_eager(lib: Lib, make: Make) -> None:
@@ -439,7 +451,8 @@ def test_a_graph_that_is_refused_after_others_have_written_ends_it(
     "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))]
 )
 def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make: Make) -> None:
-    """Programs of writes, waits, branches, loops and exceptions: equal to eager in every call."""
+    """Programs of writes, waits, branches, loops and exceptions, whose state moves: equal to eager
+    in every call."""
     draw = random.Random(seed)
 
     class Stop(Exception):
@@ -476,18 +489,23 @@ def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make
                 raise Stop
         return y
 
+    rebound = 0
     for _ in range(12):
         steps = program()
-        state, theirs = lib.array([0.0]), lib.array([0.0])
+        held, theirs = {"state": lib.array([0.0])}, lib.array([0.0])
+        before = []
 
-        def function(x: Array, steps: Any = steps, state: Array = state) -> Any:
-            y = run(steps, x, x.line(1.0), state)
+        def function(x: Array, steps: Any = steps, held: Any = held) -> Any:
+            y = run(steps, x, x.line(1.0), held["state"])
             if not steps[0][1] % 2:
                 return y
-            return y, state.numpy(), {"y": y.numpy()}
+            return y, held["state"].numpy(), {"y": y.numpy()}
 
         step = make(function)
         for _ in range(24):
+            if draw.random() < 0.15:
+                before.append(held["state"])
+                held["state"] = lib.array(held["state"].numpy())
             value = float(draw.choice([0, 0, 0, 1, 2, 3, 5]))
             x, other = lib.array([value]), lib.array([value])
             expected: Any = None
@@ -504,5 +522,7 @@ def test_random_functions_that_wait_are_as_eager_calls(seed: int, lib: Lib, make
                     found = found[0]
                 assert found.numpy()[0] == expected, steps
             assert x.numpy()[0] == other.numpy()[0], steps
-            assert state.numpy()[0] == theirs.numpy()[0], steps
+            assert held["state"].numpy()[0] == theirs.numpy()[0], steps
+        rebound += step.statistics().rebound
         step.close()
+    assert rebound

@@ -21,6 +21,7 @@ from tests.processes import child_environment
 
 torch: Any = pytest.importorskip("torch")
 
+from benchmarks.torch_waits import works_on
 from tests.interop.tape import OnCpu  # needs torch
 
 Make = Callable[..., Any]
@@ -289,6 +290,55 @@ def test_modules_with_buffers_that_are_written_before_a_wait(make: Make, where: 
             assert torch.equal(ours.norm.running_mean, theirs.norm.running_mean)
 
 
+def test_numbers_that_are_drawn_before_another_value_are_drawn_once(make: Make, where: str) -> None:
+    def function(x: Any) -> Any:
+        noise = torch.rand(4, device=where)
+        if (x + noise).max() > 5:
+            return noise + torch.rand(4, device=where)
+        return noise * 2
+
+    step, found = make(function), [[], []]
+    with torch.no_grad():
+        for into, each in zip(found, (function, step), strict=True):
+            torch.manual_seed(3)
+            for value in [1.0] * 12 + [1.0, 9.0, 9.0, 1.0] * 6:
+                into.append(each(torch.full((4,), value, device=where)))
+    assert all(map(same, *found))
+    assert step._hot and step.statistics().replays > 12, step.explain()
+
+
+@pytest.mark.parametrize("by_the_wait", [False, True])
+def test_weights_that_move_between_calls_that_wait(
+    by_the_wait: bool, make: Make, where: str
+) -> None:
+    """The graphs are bound to the new memory, unless an operation that waits reads it."""
+    held = {"weight": torch.ones(4, device=where)}
+    kept = []
+
+    def function(x: Any) -> Any:
+        y = held["weight"] * x
+        large = y.max().item() > 2
+        return y.cumsum(0) * held["weight"] if large else y + held["weight"]
+
+    def reading(x: Any) -> Any:
+        y = held["weight"] * x
+        return held["weight"][y > 0] * 3 + held["weight"]
+
+    step = make(reading if by_the_wait else function)
+    theirs = reading if by_the_wait else function
+    x = torch.tensor([0.5, 1.0, 0.25, 0.125], device=where)
+    with torch.no_grad():
+        for call in range(18):
+            if call > 8 and call % 3 == 0:
+                kept.append(held["weight"])
+                held["weight"] = torch.ones(4, device=where) * (1 + call // 16)
+            assert same(step(x), theirs(x))
+    numbers = step.statistics()
+    assert numbers.replays > 3, step.explain()
+    if where == "cuda":
+        assert (numbers.rebound > 0) is not by_the_wait, step.explain()
+
+
 def test_a_call_whose_part_was_held_too_long_is_cut_without_a_wait(
     make: Make, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +470,33 @@ def test_a_wait_that_torch_does_not_show_leaves_nothing_written_twice(
             assert same(x, torch.full((4,), 2.0, device=where))
             assert same(hidden, torch.full((4,), float(call), device=where))
     assert step.statistics().replays == 0 and "not permitted" in step.explain()
+
+
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize(
+    "work",
+    [
+        *("assertion", "mask", "equal", "length", "solve", "cholesky", "kalman", "policy"),
+        *("normal", "multivariate", "constant", "unique"),
+        *("gpytorch", "ode fixed", "ode adaptive", "gcn", "gat"),
+    ],
+)
+def test_the_functions_of_the_benchmark_are_replayed(work: str, make: Make, where: str) -> None:
+    torch.manual_seed(0)
+    try:
+        function, draw = works_on(torch, where)[work]()
+    except ImportError as error:
+        pytest.skip(f"not installed: {error}")
+    step = make(function)
+    with torch.no_grad():
+        for call in range(12):
+            args, found = draw(), []
+            for each in (function, step):
+                torch.manual_seed(call)
+                found.append(_leaves(each(*[array.clone() for array in args])))
+            for ours, wanted in zip(*found, strict=True):
+                torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    assert step.statistics().replays >= 5, step.explain()
 
 
 @pytest.mark.parametrize("how", [print, logging.getLogger(__name__).warning])

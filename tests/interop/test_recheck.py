@@ -245,6 +245,23 @@ def test_what_a_function_uses(lib: Lib, make: Any, seed: int) -> None:
     assert taken > 5 and refused > 15
 
 
+def test_an_ordered_dict_in_another_order(lib: Lib, make: Any) -> None:
+    """Tables of hooks are such dicts, also the empty ones of modules."""
+    held = OrderedDict(a=2.0, b=5.0)
+    step = make(lambda x: x.line(next(iter(held.values()))))
+    x = lib.array([1.0])
+    for _ in range(4):
+        assert step(x).numpy()[0] == 2.0
+    assert step._hot, "it has no short way"
+    held.move_to_end("a")
+    assert [*dict.values(held)] == [2.0, 5.0]
+    assert step(x).numpy()[0] == 5.0
+    held["a"] = 3.0
+    held.move_to_end("b")
+    for _ in range(4):
+        assert step(x).numpy()[0] == 3.0
+
+
 def test_items_at_other_places(lib: Lib) -> None:
     values = [object() for _ in range(4)]
     held = dict(zip("abcd", values, strict=True))

@@ -405,6 +405,36 @@ def test_parameters_that_are_added(make_chained: Make, where: str) -> None:
     trained(make_chained, where, plainly, "adam", calls=30, between=between)
 
 
+def test_a_parameter_in_the_place_of_another(make_chained: Make, where: str) -> None:
+    """It has the memory of the one before, so the graph would fit."""
+    torch.manual_seed(0)
+    ours = _nn.Linear(3, 1).to(where)
+    theirs = copy.deepcopy(ours)
+
+    def made(model: Any) -> Callable[[Any], Any]:
+        def function(x: Any) -> Any:
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss.detach()
+
+        return function
+
+    step = make_chained(made(ours))
+    if where == "cpu":
+        step._maker._moved_memory = lambda captured, now: []  # as on a GPU: none has moved
+    for call in range(9):
+        if call == 5:
+            for model in (ours, theirs):
+                before = model.weight
+                model.weight = _nn.Parameter(before.data)
+                model.weight.grad = before.grad.clone()
+        x = torch.full((2, 3), float(call), device=where)
+        assert torch.equal(step(x), made(theirs)(x))
+        assert torch.equal(ours.weight.grad, theirs.weight.grad), call
+    assert step.statistics().replays > 4, step.explain()
+
+
 def test_a_second_optimizer(make_chained: Make, where: str) -> None:
     def writer(t: Trained) -> Step:
         other = torch.optim.Adam(t.model[0].parameters(), lr=0.01)

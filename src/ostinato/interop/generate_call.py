@@ -14,8 +14,9 @@ from typing import Any
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
 
-CACHE_NAMES = ("cache", "past_key_values")
-"""Names of models' cache argument: the first since transformers 5.24, the second before."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of models' cache argument: the first since transformers 5.24, the others before, the last
+one of models without attention (Mamba)."""
 
 _PROCESSORS = "transformers.generation.logits_process"
 _CRITERIA = "transformers.generation.stopping_criteria"

@@ -1168,7 +1168,11 @@ class _Work(Work):
             return False
         if captured.epoch == given.epoch and door._subject.pointers(given) == captured.pointers:
             return True
-        if captured.chain is not None or captured.backward is not None:
+        used = {*map(id, given.state)} if captured.attached else set()
+        if not all(id(each.array) in used for each in captured.attached):
+            line.unbound = "an array to which it gives a gradient is another object now"
+            return False
+        if captured.backward is not None or (captured.chain is not None and captured.attached):
             line.unbound = "memory that it uses has moved"
             return False
         line.unbound = door._maker.rebind(line, captured, given)
@@ -1234,17 +1238,7 @@ class _Work(Work):
     def _run_chain(self, chain: Chain) -> None:
         """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
         as before the call."""
-        library, state = self.door._library, self.given.state
-        saved = [(state[i], library.clone(state[i])) for i in chain.saved if i < len(state)]
-        random = library.save_random() if chain.draws else None
-
-        def put_back() -> None:
-            for array, content in saved:
-                library.copy(array, content)
-            if random is not None:
-                library.restore_random(random)
-
-        self._before, self._ran = put_back, chain
+        self._before, self._ran = chain.keep(self.door._library, self.given.state), chain
         try:
             self.fresh = chain.run(self.stream)
         except StateLostError as lost:

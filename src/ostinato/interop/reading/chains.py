@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ostinato import Graph, GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
@@ -88,6 +88,8 @@ class Wait:
     empty."""
     step: PythonStep | None = None
     """The call of Python that `again` makes, if that is no operation that waits."""
+    reads: frozenset[int] = frozenset()
+    """Addresses of the device's memory that `again` uses."""
 
     @property
     def compared(self) -> bool:
@@ -113,6 +115,18 @@ class ChainLink:
     executable: GraphExec | None
     """The graph's executable; None if nothing was submitted before the wait."""
     wait: Wait
+
+
+class Keeping(Protocol):
+    """A library that copies arrays, and puts generators back."""
+
+    def clone(self, array: Any, /) -> Any: ...
+
+    def copy(self, into: Any, array: Any, /) -> None: ...
+
+    def save_random(self) -> Any: ...
+
+    def restore_random(self, state: Any, /) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -163,6 +177,20 @@ class Chain:
         for array, name, value in self.settled:
             setattr(array, name, value)
         return fresh
+
+    def keep(self, library: Keeping, state: Sequence[Any]) -> Callable[[], None]:
+        """Copies what a replay writes before its last compared wait; returns a function that puts
+        it back, with the generators.  `state`: as `ReadCall.state`."""
+        saved = [(state[i], library.clone(state[i])) for i in self.saved if i < len(state)]
+        random = library.save_random() if self.draws else None
+
+        def put_back() -> None:
+            for array, content in saved:
+                library.copy(array, content)
+            if random is not None:
+                library.restore_random(random)
+
+        return put_back
 
     def stop(self, error: object) -> None:
         """Raises StateLostError if memory cannot be put back after a graph was refused."""

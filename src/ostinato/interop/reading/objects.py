@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -237,6 +237,8 @@ def same(some: list[Any], others: list[Any]) -> bool:
 
 def items_in(value: Any) -> list[Any] | None:
     """Returns the items of a container, keys before values; None for other values."""
+    if isinstance(value, OrderedDict):  # its order is not that of the dict
+        return [*OrderedDict.keys(value), *OrderedDict.values(value)]
     if isinstance(value, dict):
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, types.MappingProxyType):

@@ -20,8 +20,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import MemoryRange, Stream
-from ostinato.errors import ContextPoisonedError, OstinatoError
-from ostinato.interop.reading.chains import Chain, Diverged
+from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
+from ostinato.interop.reading.chains import Chain, Diverged, Raised
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import GraphedOptions, Library
@@ -299,7 +299,9 @@ class _Noting(Reading):
             checks.sequence(value, children)
         elif kind is dict:
             checks.items(value, children)
-        elif kind is OrderedDict or checks.library.parts(value) is not None:
+        elif kind is OrderedDict:
+            checks.reads(value, SameItems(value))
+        elif checks.library.parts(value) is not None:
             raise Inexpressible
         elif dataclasses.is_dataclass(value):
             checks.kind(value)
@@ -409,11 +411,13 @@ class _Way:
         captured: weakref.ref[Captured],
         stream: Stream,
         written: Sequence[MemoryRange],
+        state: Sequence[Any],
     ) -> None:
         self.count, self._ended = 0, False
         self._library, self._lock, self._turns = subject.library, subject.lock, subject.turns
         self._cache, self._match, self._line = subject.cache, match, line
         self._captured, self._stream, self._written = captured, stream, written
+        self._state = state
 
     def end(self) -> None:
         self._ended = True
@@ -435,12 +439,21 @@ class _Way:
                 self._turns.take()
             captured.stage(leaves)
             fresh: list[Any] = []
-            if captured.chain is not None:
+            chain, put_back = captured.chain, _nothing
+            if chain is not None:
+                put_back = chain.keep(self._library, self._state)
                 try:
-                    fresh = captured.chain.run(self._stream)
-                except (Diverged, NotLaunched):  # nothing to put back: see `recheck`
+                    fresh = chain.run(self._stream)
+                except (Diverged, NotLaunched):
+                    put_back()
                     return MISSED
-            if not self._replay(captured.chain):
+                except (Raised, StateLostError):
+                    raise
+                except BaseException:
+                    put_back()
+                    raise
+            if not self._replay(chain):
+                put_back()
                 return MISSED
             self.count += 1
             result = captured.give((), fresh)
@@ -463,6 +476,10 @@ class _Way:
         if chain is not None:
             chain.stop(why)
         return False
+
+
+def _nothing() -> None:
+    """There is nothing to put back."""
 
 
 class _Eager:
@@ -585,9 +602,6 @@ def recheck(
         return None  # objects among the arguments
     if captured.backward is not None:
         return None
-    chain = captured.chain
-    if chain is not None and (chain.saved or chain.draws):
-        return None
     made = checked(subject, call, captured.attached, seen, note)
     if made is None or library.stream() is not stream:
         return None
@@ -596,7 +610,7 @@ def recheck(
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
     if captured.moves is None:
-        way = _Way(subject, made.match, line, owned, stream, written)
+        way = _Way(subject, made.match, line, owned, stream, written, [*call.state])
     else:
         ends = struct.pack(
             f"{2 * len(written)}Q", *[at for r in written for at in (r.address, r.end)]

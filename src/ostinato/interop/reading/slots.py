@@ -548,22 +548,28 @@ class Maker:
         moved = self._moved_memory(captured, now)
         if isinstance(moved, str):
             return f"memory that it uses has moved{moved}"
+        links = [] if captured.chain is None else captured.chain.links
+        for wait in [link.wait for link in links]:
+            used = any(before.holds(place) for before, _ in moved for place in wait.reads)
+            if used or wait.step is not None:
+                return f"memory that it uses has moved, and {wait.line} may use it"
         if moved:
+            before_last = [link.executable for link in links if link.executable is not None]
             try:
                 with self._subject.cache.hold(line.name) as run:
-                    report = run.rebind(moved)
+                    left = [each.rebind(moved).left for each in (*before_last, run)]
             except ContextPoisonedError:
                 raise
             except NotHeldError:
                 return "the graph was evicted"
             except OstinatoError as error:
                 return f"memory that it uses has moved, and rebinding failed: {error}"
-            if report.left:
-                left = report.left[0]
+            if any(left):
+                word = next(filter(None, left))[0]
                 return (
                     "memory that it uses has moved, and not every word that may point there could "
-                    f"be changed: node {left.node_index} ({left.node_name}), {left.place}: "
-                    f"{left.why}"
+                    f"be changed: node {word.node_index} ({word.node_name}), {word.place}: "
+                    f"{word.why}"
                 )
             assert line.counts is not None
             line.counts.rebound += 1

@@ -591,7 +591,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         elif item is not None:
             call = lambda: ((), (as_value(item()),))  # noqa: E731
         written = frozenset(self._written)
-        self._parts.waited(Wait(line, value, call, place, written, self._unseen))
+        tensors = [leaf for leaf in _leaves(given) if _is_tensor(leaf)]
+        reads = frozenset([_storage(each) for each in tensors if self._is_there(each)])
+        self._parts.waited(Wait(line, value, call, place, written, self._unseen, reads=reads))
 
     def _read_on_host(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Returns the CPU tensors that an operation reads."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import cache_utils
@@ -34,9 +35,10 @@ def graph_generate(model: Any, *, max_cache_len: int | None = None, **options: A
     folder restores them: the first step of a shape is a replay then.
 
     transformers runs some calls as without this, and `passed_on` counts them by reason: caches that
-    count positions in Python (sliding windows), caches that are moved between devices, modules with
-    hooks (a replay runs no Python), calls with a `compile_config`, and calls with `use_cache=False`
-    (the default of some models' configurations), whose every step is of another length.
+    are moved between devices or whose layers are of unknown classes, models that read the position
+    of a sliding window, which is a number of Python's, modules with hooks (a replay runs no
+    Python), calls with a `compile_config`, and calls with `use_cache=False` (the default of some
+    models' configurations), whose every step is of another length.
 
     Where torch has no CUDA device, `generate` stays as it is, and `explain()` says so.
 
@@ -65,10 +67,15 @@ class GraphedModel(Closeable):
         self._model = model
         self._closed = False
         self._passed_on: Counter[str] = Counter()
+        read = self._read = set[str]()
+        """Methods of sliding windows that steps have called to read the position."""
 
-        # `named`: the name of the model's argument for its cache.
-        def decode_step(cached: Any, named: str, **inputs: Any) -> Any:
-            outputs = model(**{named: cached}, **inputs)
+        # `named`: the name of the model's argument for its cache.  `full`: whether its sliding
+        # windows are full, which is all that a step of one token asks of their positions; it is a
+        # part of the key.
+        def decode_step(cached: Any, named: str, full: Sequence[bool], **inputs: Any) -> Any:
+            with _noting_reads(_windows(cached), read):
+                outputs = model(**{named: cached}, **inputs)
             # Without the cache, which is a new object in the next call of `generate`.
             kept = {name: v for name, v in outputs.items() if v is not cached}
             return type(outputs), kept, len(kept) < len(outputs)
@@ -113,22 +120,38 @@ class GraphedModel(Closeable):
             eager: Callable[..., Any] = model.__call__
             return eager
         checked: Any = None
+        windows: list[Any] = []
 
         # A new function for each call: two threads may generate at once.
         def step(**inputs: Any) -> Any:
-            nonlocal checked, reason
-            named = CACHE_NAMES[0] if CACHE_NAMES[0] in inputs else CACHE_NAMES[1]
+            nonlocal checked, reason, windows
+            named = next((name for name in CACHE_NAMES if name in inputs), CACHE_NAMES[0])
             cached = inputs.pop(named, None)
             if cached is not checked:
-                reason = _not_static(cached)
+                reason, windows = _not_static(cached), _windows(cached)
                 checked = cached
-            if reason or self._closed:
-                self._passed_on[reason or "closed"] += 1
+            why = "closed" if self._closed else reason or (windows and self._positions(inputs))
+            if why:
+                self._passed_on[why] += 1
                 return model(**{named: cached}, **inputs)
-            kind, kept, returned = self.step(cached, named, **inputs)
+            counts = [window.cumulative_length_int for window in windows]
+            full = tuple(
+                [count >= w.max_cache_len for count, w in zip(counts, windows, strict=True)]
+            )
+            kind, kept, returned = self.step(cached, named, full, **inputs)
+            for window, count in zip(windows, counts, strict=True):  # a replay runs no Python
+                window.cumulative_length_int = count + 1
             return kind(**kept, **{named: cached}) if returned else kind(**kept)
 
         return step
+
+    def _positions(self, inputs: dict[str, Any]) -> str:
+        """Describes why a step over sliding windows cannot be replayed; empty if it can."""
+        if self._read:
+            return f"the model reads the position of a sliding window ({min(self._read)})"
+        given = [inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs]
+        one = [tokens.shape[1] == 1 for tokens in given if tokens is not None]
+        return "" if one == [True] else "several tokens at once, over sliding windows"
 
     def _prepare_cache(
         self, model: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
@@ -184,6 +207,9 @@ class GraphedModel(Closeable):
 
 
 _PREPARE = "_prepare_cache_for_generation"
+# Older versions of transformers lack some, or count otherwise.
+_SLIDING = getattr(cache_utils, "StaticSlidingWindowLayer", None)
+_LINEAR = getattr(cache_utils, "LinearAttentionLayer", None)
 
 
 def _not_static(cache: Any) -> str:
@@ -193,6 +219,46 @@ def _not_static(cache: Any) -> str:
     if getattr(cache, "offloading", False):
         return "a cache that is moved between devices"
     for layer in cache.layers:
-        if type(layer) is not cache_utils.StaticLayer:
-            return f"a {type(layer).__name__}, which may count positions in Python"
+        kind, held = type(layer), vars(layer)
+        if kind is cache_utils.StaticLayer:
+            continue
+        if kind is _SLIDING and "cumulative_length_int" in held:
+            continue
+        if kind is _LINEAR and held.get("record_past") is False:  # Mamba's, written in place
+            if all(layer.has_previous_state.values()):
+                continue
+            return f"a {kind.__name__} without a state yet"
+        return f"a {kind.__name__}, which may count positions in Python"
     return ""
+
+
+def _windows(cache: Any) -> list[Any]:
+    """Returns the layers of a cache that are sliding windows."""
+    layers = getattr(cache, "layers", ())
+    return [each for each in layers if type(each) is _SLIDING]
+
+
+@contextmanager
+def _noting_reads(windows: Sequence[Any], found: set[str]) -> Iterator[None]:
+    """Adds to `found` the methods that are called in the block to read the position of a window,
+    which a graph would hold.  They return it, so this run is right."""
+
+    def noted(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.add(name)
+            return read(*args, **kwargs)
+
+        return call
+
+    for window in windows:
+        for name in _READING:
+            setattr(window, name, noted(name, getattr(window, name)))
+    try:
+        yield
+    finally:
+        for window in windows:
+            for name in _READING:
+                delattr(window, name)
+
+
+_READING = ("get_seq_length", "get_mask_sizes")
