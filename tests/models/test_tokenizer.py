@@ -550,7 +550,8 @@ def test_added_tokens_that_do_not_fit_are_refused(
 
 
 FOLDERS = record_tokenizers.folders()
-RECORDED = json.loads(record_tokenizers.RECORD.read_text())["folders"]
+RECORD = json.loads(record_tokenizers.RECORD.read_text(encoding="utf-8"))
+RECORDED = RECORD["folders"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -565,9 +566,40 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) ->
     for text, ids in zip(texts, theirs["ids"], strict=False):
         assert ours.encode(text) == ids, text
     for text, check in zip(texts, theirs["checks"], strict=True):
-        assert record_tokenizers.check(ours.encode(text)) == check, text
+        ids = ours.encode(text)
+        said = [ours.decode(ids, skip_special=skip) for skip in (True, False)]
+        assert record_tokenizers.check(ids, *said) == check, text
     template = ChatTemplate(record_tokenizers.NAMES, tokens=ours.special_tokens)
     assert template.render(record_tokenizers.MESSAGES) == theirs["names"]
+
+
+@pytest.mark.parametrize("name", record_tokenizers.TEMPLATES)
+def test_templates_are_found_as_in_transformers(tmp_path: Path, name: str) -> None:
+    """One of several, by whether the conversation has tools."""
+    record_tokenizers.write_templates(tmp_path, record_tokenizers.TEMPLATES[name])
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert ours.chat_template is not None
+    template = ChatTemplate(ours.chat_template, with_tools=ours.tool_template)
+    rendered = [
+        template.render(record_tokenizers.MESSAGES, variables={"tools": tools})
+        for tools in (None, record_tokenizers.TOOLS)
+    ]
+    assert rendered == RECORD["templates"][name]
+
+
+def test_templates_of_gguf_for_tools() -> None:
+    more = {"tokenizer.chat_template.tool_use": "T", "tokenizer.chat_templates": ["tool_use"]}
+    ours = load_tokenizer(GgufTokenizerSource(Path("m.gguf"), {**metadata(), **more}))
+    assert (ours.chat_template, ours.tool_template) == (TEMPLATE, "T")
+
+
+def test_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    """transformers raises an error for the first conversation."""
+    write_tokenizer(tmp_path)
+    named = {"chat_template": [{"name": "rag", "template": "R"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(ModelFormatError, match=r"templates \['rag'\] none is the default"):
+        load_tokenizer(JsonTokenizerSource(tmp_path))
 
 
 @pytest.mark.parametrize("by", ["tokenizer_config", "padding", "no name"])

@@ -52,19 +52,25 @@ def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
             f"{path}: no tokenizer.json; other kinds (tokenizer.model, vocab.json) are not read"
         )
     config, model = json_of(path / "tokenizer_config.json"), json_of(path / "config.json")
+    content = read_file(file, _MAX_TOKENIZER_JSON)
     kind = _class_of(config, model)
+    if kind == "LlamaTokenizer" and b'"ByteLevel"' in content:
+        kind = "TokenizersBackend"  # Llama 3's and its distillates' files, named by the older class
     special = _special_tokens(path, config, _DEFAULTS.get(kind, {}))
     head = {
         "rows": rows,
         "added": _added_tokens(path, config),
         # In the order in which transformers adds them.
-        "special": [[t.text, *t.flags] for t in (*special.named.values(), *special.extra)],
+        "named": [[t.text, *t.flags] for t in special.named.values()],
+        "extra": [[t.text, *t.flags] for t in special.extra],
         "pad": pad.text if (pad := special.named.get("pad_token")) else None,
         "pads": "pad_token" not in special.given,
         "metaspace": _prepend_scheme(config) if kind == "LlamaTokenizer" else None,
         "listed": "added_tokens_decoder" in config,
+        "plain": kind == "Qwen2Tokenizer",
+        "split": bool(config.get("split_special_tokens")),
     }
-    opening = json.dumps(head).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
+    opening = json.dumps(head).encode() + b"\n" + content
     where = f"{file}: the tokenizer"
     child = Child(
         f"{__package__}.tokenizer_child", seconds=_SECONDS, memory=_MEMORY, opening=opening
