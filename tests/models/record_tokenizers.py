@@ -156,6 +156,9 @@ def folders() -> dict[str, dict[str, Any]]:
     folder("llama, begin is null", spm, {**llama, "bos_token": None})
     folder("mistral", spm, {**llama, **ends}, config={"model_type": "mistral"})
     folder("qwen3 of llama's class", spm, {**llama, **ends}, config={"model_type": "qwen3"})
+    more = sentencepiece_json("prepended")
+    more["added_tokens"].append({"id": 282, **added("<|tool|>", special=False, normalized=True)})
+    folder("a normalized token", more, {"tokenizer_class": "PreTrainedTokenizerFast", **ends})
     tool = {"282": added("<|tool|>"), **{str(i): added(t) for i, t in enumerate(
         ("<unk>", "<s>", "</s>"))}}  # fmt: skip
     folder("llama, listed tokens", spm, {**llama, **ends, "added_tokens_decoder": tool})

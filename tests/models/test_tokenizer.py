@@ -602,6 +602,19 @@ def test_templates_without_a_default_are_refused(tmp_path: Path) -> None:
         load_tokenizer(JsonTokenizerSource(tmp_path))
 
 
+def test_special_tokens_that_the_normalizer_changes(tmp_path: Path) -> None:
+    """As in Llama 1's files.  `tokenizers` calls the token "▁</s>" then, and never skips it."""
+    made = sentencepiece_json("prepended")
+    made["added_tokens"][2]["normalized"] = True
+    record_tokenizers.write(
+        tmp_path, {"tokenizer": made, "tokenizer_config": {"eos_token": "</s>"}}
+    )
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert (ours.eos_ids, ours.token_text(2)) == ((2,), "</s>")
+    ids = ours.encode("hello </s>")
+    assert ids[-1] == 2 and ours.decode(ids) == "hello"
+
+
 @pytest.mark.parametrize("by", ["tokenizer_config", "padding", "no name"])
 def test_a_token_for_padding_may_be_one_past_the_embedding(tmp_path: Path, by: str) -> None:
     """Fine-tuned models have 32,000 rows and [PAD] at 32,000."""

@@ -86,6 +86,9 @@ def _opened(
     only_padding = largest == rows and pad is not None and encoder.id_to_token(rows) == pad
     if largest >= rows and not only_padding:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
+    for token, one in known.items():
+        if one.special and token < rows:
+            texts[token] = one.content  # not as the normalizer changes it: "▁</s>"
     encoder.no_truncation()  # settings for training would cut prompts silently
     encoder.no_padding()
     encoder.encode_special_tokens = split
@@ -94,7 +97,11 @@ def _opened(
     return json.dumps(
         {
             "texts": texts,
-            "added": [(token, entry.special) for token, entry in known.items() if token < rows],
+            "added": [
+                (token, one.special)
+                for token, one in known.items()
+                if token < rows and texts[token] == one.content
+            ],
             "byte_level": byte_level,
             "strip_space": strip_space,
             "pad": pad,
