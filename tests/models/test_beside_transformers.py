@@ -1,5 +1,5 @@
 """Tokenizers and chat templates of folders beside transformers itself: 500 texts and all features
-of templates for each kind of tokenizer, and folders whose files are drawn.  `make torch` runs it."""
+of templates for each kind of tokenizer, and folders whose files are drawn.  In `make torch`."""
 
 from __future__ import annotations
 

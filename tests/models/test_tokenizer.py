@@ -159,6 +159,7 @@ SPLITS = {
     "gpt-2": (GPT2,),
     "smollm": (r"\p{N}", GPT2),
     "llama-bpe": (QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),),
+    "smaug-bpe": (QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),),
     "qwen2": (QWEN2,),
     "tekken": (TEKKEN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
@@ -198,7 +199,8 @@ def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, k
     ("name", "same"),
     [
         *((name, "llama-bpe") for name in ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
-        ("megrez", "qwen2"),
+        *((name, "qwen2") for name in ("megrez", "kormo")),
+        *((name, "gpt-2") for name in ("a.x-4.0", "trillion")),
     ],
 )
 def test_pre_tokenizers_that_are_the_same(name: str, same: str) -> None:
@@ -384,9 +386,17 @@ def test_sentencepiece_without_a_token_for_a_byte() -> None:
     letters = ["<unk>", "a", "b"]
     changes = {"tokens": letters, "scores": [0.0] * 3, "token_type": [2, 1, 1]}
     ids = {"bos_token_id": None, "eos_token_id": None, "add_space_prefix": False}
-    assert sentencepiece(**changes, **ids).encode("aéb") == [1, 0, 2]
+    assert sentencepiece(**changes, **ids).encode("aéb", add_special=False) == [1, 0, 2]
     with pytest.raises(ModelFormatError, match="no token for 'é'"):
         sentencepiece(**changes, **ids, unknown_token_id=None).encode("aéb")
+
+
+def test_sentencepiece_without_names_of_special_tokens() -> None:
+    """llama.cpp takes 1 and 2 then, as in Llama's own vocabulary."""
+    ours = sentencepiece(bos_token_id=None, eos_token_id=None)
+    assert (ours.bos_id, ours.eos_ids) == (1, (2,))
+    assert ours.encode("hello") == sentencepiece().encode("hello")
+    assert from_gguf(bos_token_id=None, eos_token_id=None, pre="gpt-2").bos_id is None
 
 
 def test_sentencepiece_falls_back_to_bytes() -> None:
@@ -435,6 +445,7 @@ def test_sentencepiece_against_tokenizers_own_decoder() -> None:
         ({"model": "bert"}, UnsupportedModelError, "'bert'.*gpt2, llama"),
         ({"pre": "gpt-4o"}, UnsupportedModelError, "'gpt-4o'.*smollm"),
         ({"pre": ["smollm"]}, UnsupportedModelError, "pre-tokenizer"),
+        ({"pre": None}, UnsupportedModelError, "pre is missing, as in files made before May 2024"),
         ({"merges": ["t h", "th"]}, ModelFormatError, "'th'"),
         ({"merges": ["nope never"]}, ModelFormatError, "damaged"),
         ({"token_type": [1]}, ModelFormatError, "token_type"),
