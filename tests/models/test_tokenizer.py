@@ -584,6 +584,37 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) ->
     assert template.render(record_tokenizers.MESSAGES) == theirs["names"]
 
 
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_the_files_own_pre_tokenizer_is_kept(tmp_path: Path, kind: str) -> None:
+    """transformers 5 gives SmolLM2, Granite and Dolma that of the class: other tokens than those
+    the models were trained on."""
+    made = record_tokenizers.byte_level_json()
+    own = {"type": "Digits", "individual_digits": True}
+    made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [own, made["pre_tokenizer"]]}
+    record_tokenizers.write(
+        tmp_path, {"tokenizer": made, "tokenizer_config": {"tokenizer_class": kind}}
+    )
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("12 the 121", "in 2023"):
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_an_answer_ends_with_a_token_of_any_file(tmp_path: Path) -> None:
+    """Fine-tuned models name one in tokenizer_config.json and others in generation_config.json."""
+    record_tokenizers.write(
+        tmp_path,
+        {
+            "tokenizer": record_tokenizers.byte_level_json(),
+            "tokenizer_config": {"eos_token": "<|im_start|>"},
+            "config": {"eos_token_id": 7},
+            "generation_config": {"eos_token_id": [9, 7]},
+        },
+    )
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert ours.eos_ids == (1, 7, 9, 0, 2)  # then those that are known by their texts
+
+
 @pytest.mark.parametrize("name", record_tokenizers.TEMPLATES)
 def test_templates_are_found_as_in_transformers(tmp_path: Path, name: str) -> None:
     """One of several, by whether the conversation has tools."""
