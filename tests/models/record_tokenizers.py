@@ -153,6 +153,9 @@ def folders() -> dict[str, dict[str, Any]]:
     folder("llama without a class", spm, ends)
     folder("llama, a class in config.json", spm, ends, config={"model_type": "llama", **llama})
     folder("llama, no names", spm, llama)
+    for legacy in ({}, {"legacy": True, "eot_token": None}):
+        code = {"tokenizer_class": "CodeLlamaTokenizer", **legacy}
+        folder(f"code llama, {legacy}", spm, code)
     folder("llama, begin is null", spm, {**llama, "bos_token": None})
     folder("mistral", spm, {**llama, **ends}, config={"model_type": "mistral"})
     folder("qwen3 of llama's class", spm, {**llama, **ends}, config={"model_type": "qwen3"})

@@ -33,6 +33,7 @@ KINDS = (
     "prepended, legacy True",
     "metaspace, legacy False",
     "metaspace, another class",
+    "code llama, {}",
     "mistral",
     "all names",
     "GPT2Tokenizer",

@@ -32,8 +32,13 @@ _NAMED = (
     "mask_token",
 )
 """Names of the special tokens that every tokenizer can have, in transformers' order."""
-_DEFAULTS: dict[str, dict[str, object]] = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_INFILLING = {
+    f"{part}_token": f"\u2581<{part[:3].upper()}>" for part in ("prefix", "middle", "suffix", "eot")
+}
+_DEFAULTS: dict[str, Mapping[str, object]] = {
+    "LlamaTokenizer": _LLAMA,
+    "CodeLlamaTokenizer": {**_LLAMA, **_INFILLING, "fill_token": "<FILL_ME>"},
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 }
@@ -65,7 +70,7 @@ def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
         "extra": [[t.text, *t.flags] for t in special.extra],
         "pad": pad.text if (pad := special.named.get("pad_token")) else None,
         "pads": "pad_token" not in special.given,
-        "metaspace": _prepend_scheme(config) if kind == "LlamaTokenizer" else None,
+        "metaspace": _prepend_scheme(config, kind),
         "listed": "added_tokens_decoder" in config,
         "plain": kind == "Qwen2Tokenizer",
         "split": bool(config.get("split_special_tokens")),
@@ -123,12 +128,15 @@ def _class_of(config: Mapping[str, object], model: Mapping[str, object]) -> str:
     return given.removesuffix("Fast") if isinstance(given, str) else "TokenizersBackend"
 
 
-def _prepend_scheme(config: Mapping[str, object]) -> str:
-    """Returns the prepend scheme that `LlamaTokenizer` uses, whatever tokenizer.json has."""
+def _prepend_scheme(config: Mapping[str, object], kind: str) -> str | None:
+    """Returns the prepend scheme that the class uses, whatever tokenizer.json has; None if it uses
+    the file's own steps."""
+    if kind not in ("LlamaTokenizer", "CodeLlamaTokenizer"):
+        return None
     prefix = config.get("add_prefix_space")
     if prefix is not None and not prefix:
         return "never"
-    return "always" if config.get("legacy") else "first"
+    return "always" if config.get("legacy") and kind == "LlamaTokenizer" else "first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +170,7 @@ def _special_tokens(
     own = {
         name: value
         for name, value in config.items()
-        if _names_token(name, value)
+        if (_names_token(name, value) or name in defaults)
         # Under a name that is not in _NAMED, an object without "__type" is no token.
         and (name in _NAMED or not isinstance(value, Mapping) or "__type" in value)
     }
