@@ -140,6 +140,14 @@ def test_an_end_token_that_a_gguf_file_calls_text_ends_an_answer(kind: int) -> N
     assert ours.decode(ours.encode("a<|im_end|>")) == "a"
 
 
+def test_the_begin_of_a_turn_that_a_gguf_file_calls_text_is_a_token() -> None:
+    """llama.cpp splits it, so that the model reads no turns."""
+    tokens, _ = byte_tokens()
+    ours = from_gguf(token_type=[3, 1, 3] + [1] * (len(tokens) - 3))
+    assert ours.special_ids == {0, 1, 2}
+    assert ours.encode("<|im_start|>a") == from_gguf().encode("<|im_start|>a")
+
+
 def test_digits_stand_alone_for_smollm() -> None:
     tokens, _ = byte_tokens()
     twelve = tokens.index("12")

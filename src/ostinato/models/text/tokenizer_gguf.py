@@ -60,6 +60,8 @@ _WHOLE_WORDS = ("llama-bpe", "tekken")
 # Pre-tokenizers of models whose original tokenizers first apply NFC (llama.cpp does not, so its ids
 # differ for a letter that is followed by its accent).
 _COMPOSED = ("qwen2",)
+# Texts of tokens between which templates write the role of a message.
+_TURN_TOKENS = ("<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>")
 SUPPORTED_PRE_TOKENIZERS = (*_REGEXES, *_ALIASES)
 
 # Token types of GGUF (`llama_token_type`).
@@ -110,9 +112,9 @@ class _Builder:
                 f"{self.where}: token {again} is there twice: {quoted(self.tokens[again])}"
             )
         given = self._numbers("token_type", int, [1] * len(self.tokens))
-        # Some files mark these tokens as plain text; llama.cpp recognises them by text, too.
+        # Some files mark these tokens as plain text; llama.cpp recognises the ends by text, too.
         self.kinds = [
-            _CONTROL if text in END_TOKENS else kind
+            _CONTROL if text in END_TOKENS or text in _TURN_TOKENS else kind
             for text, kind in zip(self.tokens, given, strict=True)
         ]
         kinds: dict[int, list[int]] = {_UNKNOWN: [], _CONTROL: [], _USER_DEFINED: []}
