@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from ostinato.errors import InputError, ModelError, ModelFormatError
 from ostinato.models.arguments import quoted, whole
@@ -30,6 +31,7 @@ _TEMPLATE_FILES = {
     "tool_use": "additional_chat_templates/tool_use.jinja",
 }
 """Files of chat templates in a folder, by name.  They replace those of tokenizer_config.json."""
+_NONE: Mapping[str, str] = MappingProxyType({})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -58,7 +60,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self, parts: TokenizerParts, templates: Mapping[str, str], *, rows: int = 0
+        self, parts: TokenizerParts, templates: Mapping[str, str] = _NONE, *, rows: int = 0
     ) -> None:
         self._parts = parts
         self._rows = max(rows, len(parts.texts))
