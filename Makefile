@@ -22,7 +22,7 @@ BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinat
 TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal
 
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
-    test_manners.py test_public_names.py)
+    test_manners.py test_public_names.py models/test_beside_transformers.py)
 
 .PHONY: demo test test-all torch pythons check format native dist first-hour release gpu sanitize bench docs site site-check page-check clean setup
 

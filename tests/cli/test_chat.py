@@ -12,10 +12,14 @@ import pytest
 
 from tests.cli.commands import COMMAND, Answer, environment, here, shell
 from tests.cli.terminal import Terminal, on_a_terminal
-from tests.models.model_files import CONFIG, write_folder, write_gguf
+from tests.models.model_files import CONFIG, SPECIAL, byte_tokens, write_folder, write_gguf
 
-# No end token, so that an answer is as long as it may be; what it says is any text.
-ENDLESS = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.token_type": [1] * CONFIG.vocabulary}
+# No end token but one, so that an answer is as long as it may be; what it says is any text.
+ENDLESS = {
+    "tokenizer.ggml.eos_token_id": 0,
+    "tokenizer.ggml.tokens": ["<|0|>", "<|1|>", "<|2|>", *byte_tokens()[0][len(SPECIAL) :]],
+    "tokenizer.ggml.token_type": [1] * CONFIG.vocabulary,
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +88,7 @@ def test_without_options_the_models_files_decide_how_tokens_are_chosen(tmp_path:
         ("not", ENDLESS, ("-t", "0.7", "--min-p", "0.05", "--repetition-penalty", "1.1")),
     ):
         model = write_gguf(tmp_path / f"{name}.gguf", metadata=metadata)
-        options = ("-m", str(model), "-n", "20", "-s", "7")
+        options = ("-m", str(model), "-n", "20", "-s", "8")
         default = piped("one\n", *options)
         assert default.out == piped("one\n", *options, *plainly).out
         assert default.out != piped("one\n", *options, "-t", "0").out

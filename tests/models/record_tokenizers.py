@@ -3,8 +3,9 @@
     python -m tests.models.record_tokenizers      (transformers and jinja2; writes tests/data)
 
 `folders` describes small folders by their files; the record holds, for each, the named special
-tokens, ids of some texts and checks of many, and what chat templates render.  test_tokenizer.py
-writes the same folders without transformers.
+tokens, ids of some texts and checks of many with the text that comes back, and what chat templates
+render.  test_tokenizer.py writes the same folders without transformers; with it,
+test_beside_transformers.py compares other texts and random folders.
 """
 
 from __future__ import annotations
@@ -152,9 +153,15 @@ def folders() -> dict[str, dict[str, Any]]:
     folder("llama without a class", spm, ends)
     folder("llama, a class in config.json", spm, ends, config={"model_type": "llama", **llama})
     folder("llama, no names", spm, llama)
+    for legacy in ({}, {"legacy": True, "eot_token": None}):
+        code = {"tokenizer_class": "CodeLlamaTokenizer", **legacy}
+        folder(f"code llama, {legacy}", spm, code)
     folder("llama, begin is null", spm, {**llama, "bos_token": None})
     folder("mistral", spm, {**llama, **ends}, config={"model_type": "mistral"})
     folder("qwen3 of llama's class", spm, {**llama, **ends}, config={"model_type": "qwen3"})
+    more = sentencepiece_json("prepended")
+    more["added_tokens"].append({"id": 282, **added("<|tool|>", special=False, normalized=True)})
+    folder("a normalized token", more, {"tokenizer_class": "PreTrainedTokenizerFast", **ends})
     tool = {"282": added("<|tool|>"), **{str(i): added(t) for i, t in enumerate(
         ("<unk>", "<s>", "</s>"))}}  # fmt: skip
     folder("llama, listed tokens", spm, {**llama, **ends, "added_tokens_decoder": tool})
@@ -201,6 +208,18 @@ def folders() -> dict[str, dict[str, Any]]:
     folder("padding, a name", byte_level_json(padding=padding), {**fast, "pad_token": start})
     folder("padding, null", byte_level_json(padding=padding), {**fast, "pad_token": None})
     folder("GPT2Tokenizer", plain, {"tokenizer_class": "GPT2Tokenizer", "bos_token": start})
+    old = {**fast, "tokenizer_class": "LlamaTokenizerFast", "eos_token": end}
+    folder("byte-level, LlamaTokenizerFast", plain, old)
+    told = byte_level_json()
+    told["added_tokens"][2]["special"] = False
+    folder("a name makes a token special", told, {**fast, "eos_token": end})
+    flagged = byte_level_json()
+    flagged["added_tokens"][1]["lstrip"] = flagged["added_tokens"][2]["rstrip"] = True
+    folder("flags of two files", flagged, {**fast, "pad_token": mask, "mask_token": "<mask>"})
+    folder("split special tokens", plain, {**fast, "eos_token": end, "split_special_tokens": True})
+    qwen = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": end, "bos_token": None}
+    stripped = {**qwen_json(), "added_tokens": flagged["added_tokens"]}
+    folder("qwen2, flags", stripped, qwen, config={"model_type": "qwen2"})
     for kind in ("qwen2", "qwen3"):
         for given in ("Qwen2Tokenizer", "PreTrainedTokenizerFast", None):
             config = {"bos_token": None, "eos_token": end}
@@ -232,9 +251,9 @@ def texts(name: str) -> Iterator[str]:
         yield chance.choice(("", " ")).join(words)
 
 
-def check(ids: list[int]) -> int:
-    """A number that stands for ids."""
-    return zlib.crc32(json.dumps(ids).encode())
+def check(ids: list[int], *texts: str) -> int:
+    """A number that stands for ids and the texts that come back."""
+    return zlib.crc32(json.dumps([ids, *texts]).encode())
 
 
 NAMES = (
@@ -326,6 +345,40 @@ CONTINUED = (
 """Templates that render a conversation whose last message the answer goes on with."""
 BEGUN = ("so", "so  ", " so\n", "", "<think>x</think> so", "CONTINUE_FINAL_MESSAGE_TAG is a word")
 FOLDERS_OF_FEATURES = ("llama, no names", "all names", "an older file first")
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALLED = [
+    {"role": "user", "content": "x", "name": None},
+    {
+        "role": "assistant", "content": None, "reasoning": "why",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": None}}}],
+    },
+    {"role": "tool", "content": "1", "tool_call_id": None},
+    {"role": "assistant", "content": "y", "thinking": "so", "tool_calls": None},
+]  # fmt: skip
+"""A conversation as the clients of servers keep it: with null for what is not there."""
+CALLING = (
+    "{{ messages | tojson }}",
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.reasoning_content }}\n{% endfor %}",
+)
+_NAMED = [{"name": name, "template": f"{name} of the list"} for name in ("default", "tool_use")]
+_CONFIG, _FILE = "tokenizer_config.json", "chat_template.jinja"
+_MORE = "additional_chat_templates/tool_use.jinja"
+TEMPLATES = {
+    "one": {_CONFIG: json.dumps({"chat_template": "one{{ tools is none }}"})},
+    "a list": {_CONFIG: json.dumps({"chat_template": _NAMED})},
+    "a list without one for tools": {_CONFIG: json.dumps({"chat_template": _NAMED[:1]})},
+    "a list and a file": {_CONFIG: json.dumps({"chat_template": _NAMED}), _FILE: "file"},
+    "two files": {_CONFIG: json.dumps({"chat_template": _NAMED}), _FILE: "file", _MORE: "more"},
+}
+"""Files with chat templates, by what they show."""
+
+
+def write_templates(folder: Path, files: Mapping[str, str]) -> None:
+    """Writes one of `TEMPLATES`, with a tokenizer."""
+    write(folder, {"tokenizer": byte_level_json(), "config": {"model_type": "llama"}})
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content, encoding="utf-8")
 
 
 def begun(text: str) -> list[dict[str, str]]:
@@ -333,9 +386,15 @@ def begun(text: str) -> list[dict[str, str]]:
     return [*MESSAGES, {"role": "assistant", "content": text}]
 
 
+def said(theirs: Any, ids: list[int]) -> list[str]:
+    """The texts that come back, without special tokens and with them."""
+    return [theirs.decode(ids, skip_special_tokens=skip) for skip in (True, False)]
+
+
 def rendering(theirs: Any, source: str, messages: Any = MESSAGES, **options: Any) -> str | None:
     """The text that transformers renders, or None where it raises an error."""
-    theirs.chat_template = source
+    if source:
+        theirs.chat_template = source
     try:
         text: str = theirs.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # jinja2's, Python's: ours is another class
@@ -362,7 +421,7 @@ def main() -> None:
             "begin": theirs.bos_token_id,
             "names": theirs.apply_chat_template(MESSAGES, tokenize=False),
             "ids": ids[:SHOWN],
-            "checks": [check(one) for one in ids],
+            "checks": [check(one, *said(theirs, one)) for one in ids],
         }
         if name in FOLDERS_OF_FEATURES:
             found[name]["rendered"] = rendered = []
@@ -376,8 +435,18 @@ def main() -> None:
         [rendering(theirs, source, begun(text), continue_final_message=True) for text in BEGUN]
         for source in CONTINUED
     ]
+    called = [rendering(theirs, source, CALLED) for source in CALLING]
+    templates = {}
+    for name, texts_of in TEMPLATES.items():
+        with tempfile.TemporaryDirectory() as made:
+            write_templates(Path(made), texts_of)
+            theirs = AutoTokenizer.from_pretrained(made)
+        templates[name] = [rendering(theirs, "", tools=tools) for tools in (None, TOOLS)]
     versions = {one.__name__: one.__version__ for one in (transformers, tokenizers)}
-    record = {"versions": versions, "folders": found, "varied": varied, "continued": continued}
+    record = {
+        "versions": versions, "folders": found, "varied": varied, "continued": continued,
+        "called": called, "templates": templates,
+    }  # fmt: skip
     RECORD.write_text(json.dumps(record, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 

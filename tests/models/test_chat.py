@@ -54,6 +54,15 @@ def test_variables_as_transformers_gives_them(index: int) -> None:
     assert text == RECORDED["varied"][index]
 
 
+@pytest.mark.parametrize("index", range(len(record_tokenizers.CALLING)))
+def test_messages_of_clients_as_transformers_gives_them(index: int) -> None:
+    """Many templates write None as a word, and read reasoning under one name of several."""
+    text = render_chat(
+        record_tokenizers.CALLING[index], record_tokenizers.CALLED, add_generation_prompt=False
+    )
+    assert text == RECORDED["called"][index]
+
+
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
 def test_variables_that_are_not_ones_own(name: str) -> None:
     with pytest.raises(InputError, match=f"'{name}' of chat templates cannot be set"):

@@ -588,7 +588,7 @@ def test_too_many_merges_are_refused_before_they_are_built(
 ) -> None:
     monkeypatch.setattr(tokenizer_gguf, "_MAX_MERGES", 10_000)
     with bounded(5.0), pytest.raises(ModelFormatError, match="more than 10000 merges"):
-        load_gguf(model="gpt2", tokens=["a", "b", "ab"], merges=["a b"] * 10_001)
+        load_gguf(model="gpt2", pre="gpt-2", tokens=["a", "b", "ab"], merges=["a b"] * 10_001)
 
 
 @pytest.mark.parametrize(
@@ -614,7 +614,7 @@ def test_lists_that_do_not_fit_the_tokens(name: str, value: object) -> None:
 def test_tokens_without_text_have_names_of_their_own() -> None:
     tokens, merges = byte_tokens(280)
     tokens[270] = tokens[271] = ""
-    made = load_gguf(model="gpt2", tokens=tokens, merges=merges)
+    made = load_gguf(model="gpt2", pre="gpt-2", tokens=tokens, merges=merges)
     assert made.decode([270, 271]) == "[EMPTY_270][EMPTY_271]"  # as llama.cpp has it
 
 

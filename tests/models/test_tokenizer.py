@@ -140,6 +140,14 @@ def test_an_end_token_that_a_gguf_file_calls_text_ends_an_answer(kind: int) -> N
     assert ours.decode(ours.encode("a<|im_end|>")) == "a"
 
 
+def test_the_begin_of_a_turn_that_a_gguf_file_calls_text_is_a_token() -> None:
+    """llama.cpp splits it, so that the model reads no turns."""
+    tokens, _ = byte_tokens()
+    ours = from_gguf(token_type=[3, 1, 3] + [1] * (len(tokens) - 3))
+    assert ours.special_ids == {0, 1, 2}
+    assert ours.encode("<|im_start|>a") == from_gguf().encode("<|im_start|>a")
+
+
 def test_digits_stand_alone_for_smollm() -> None:
     tokens, _ = byte_tokens()
     twelve = tokens.index("12")
@@ -159,6 +167,7 @@ SPLITS = {
     "gpt-2": (GPT2,),
     "smollm": (r"\p{N}", GPT2),
     "llama-bpe": (QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),),
+    "smaug-bpe": (QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),),
     "qwen2": (QWEN2,),
     "tekken": (TEKKEN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
@@ -198,7 +207,8 @@ def test_byte_level_of_a_family_agrees_with_its_tokenizer_json(tmp_path: Path, k
     ("name", "same"),
     [
         *((name, "llama-bpe") for name in ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")),
-        ("megrez", "qwen2"),
+        *((name, "qwen2") for name in ("megrez", "kormo")),
+        *((name, "gpt-2") for name in ("a.x-4.0", "trillion")),
     ],
 )
 def test_pre_tokenizers_that_are_the_same(name: str, same: str) -> None:
@@ -384,9 +394,17 @@ def test_sentencepiece_without_a_token_for_a_byte() -> None:
     letters = ["<unk>", "a", "b"]
     changes = {"tokens": letters, "scores": [0.0] * 3, "token_type": [2, 1, 1]}
     ids = {"bos_token_id": None, "eos_token_id": None, "add_space_prefix": False}
-    assert sentencepiece(**changes, **ids).encode("aéb") == [1, 0, 2]
+    assert sentencepiece(**changes, **ids).encode("aéb", add_special=False) == [1, 0, 2]
     with pytest.raises(ModelFormatError, match="no token for 'é'"):
         sentencepiece(**changes, **ids, unknown_token_id=None).encode("aéb")
+
+
+def test_sentencepiece_without_names_of_special_tokens() -> None:
+    """llama.cpp takes 1 and 2 then, as in Llama's own vocabulary."""
+    ours = sentencepiece(bos_token_id=None, eos_token_id=None)
+    assert (ours.bos_id, ours.eos_ids) == (1, (2,))
+    assert ours.encode("hello") == sentencepiece().encode("hello")
+    assert from_gguf(bos_token_id=None, eos_token_id=None, pre="gpt-2").bos_id is None
 
 
 def test_sentencepiece_falls_back_to_bytes() -> None:
@@ -435,6 +453,7 @@ def test_sentencepiece_against_tokenizers_own_decoder() -> None:
         ({"model": "bert"}, UnsupportedModelError, "'bert'.*gpt2, llama"),
         ({"pre": "gpt-4o"}, UnsupportedModelError, "'gpt-4o'.*smollm"),
         ({"pre": ["smollm"]}, UnsupportedModelError, "pre-tokenizer"),
+        ({"pre": None}, UnsupportedModelError, "pre is missing, as in files made before May 2024"),
         ({"merges": ["t h", "th"]}, ModelFormatError, "'th'"),
         ({"merges": ["nope never"]}, ModelFormatError, "damaged"),
         ({"token_type": [1]}, ModelFormatError, "token_type"),
@@ -550,7 +569,8 @@ def test_added_tokens_that_do_not_fit_are_refused(
 
 
 FOLDERS = record_tokenizers.folders()
-RECORDED = json.loads(record_tokenizers.RECORD.read_text())["folders"]
+RECORD = json.loads(record_tokenizers.RECORD.read_text(encoding="utf-8"))
+RECORDED = RECORD["folders"]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -565,9 +585,84 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path, name: str) ->
     for text, ids in zip(texts, theirs["ids"], strict=False):
         assert ours.encode(text) == ids, text
     for text, check in zip(texts, theirs["checks"], strict=True):
-        assert record_tokenizers.check(ours.encode(text)) == check, text
+        ids = ours.encode(text)
+        said = [ours.decode(ids, skip_special=skip) for skip in (True, False)]
+        assert record_tokenizers.check(ids, *said) == check, text
     template = ChatTemplate(record_tokenizers.NAMES, tokens=ours.special_tokens)
     assert template.render(record_tokenizers.MESSAGES) == theirs["names"]
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer"])
+def test_the_files_own_pre_tokenizer_is_kept(tmp_path: Path, kind: str) -> None:
+    """transformers 5 gives SmolLM2, Granite and Dolma that of the class: other tokens than those
+    the models were trained on."""
+    made = record_tokenizers.byte_level_json()
+    own = {"type": "Digits", "individual_digits": True}
+    made["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [own, made["pre_tokenizer"]]}
+    record_tokenizers.write(
+        tmp_path, {"tokenizer": made, "tokenizer_config": {"tokenizer_class": kind}}
+    )
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("12 the 121", "in 2023"):
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+def test_an_answer_ends_with_a_token_of_any_file(tmp_path: Path) -> None:
+    """Fine-tuned models name one in tokenizer_config.json and others in generation_config.json."""
+    record_tokenizers.write(
+        tmp_path,
+        {
+            "tokenizer": record_tokenizers.byte_level_json(),
+            "tokenizer_config": {"eos_token": "<|im_start|>"},
+            "config": {"eos_token_id": 7},
+            "generation_config": {"eos_token_id": [9, 7]},
+        },
+    )
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert ours.eos_ids == (1, 7, 9, 0, 2)  # then those that are known by their texts
+
+
+@pytest.mark.parametrize("name", record_tokenizers.TEMPLATES)
+def test_templates_are_found_as_in_transformers(tmp_path: Path, name: str) -> None:
+    """One of several, by whether the conversation has tools."""
+    record_tokenizers.write_templates(tmp_path, record_tokenizers.TEMPLATES[name])
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert ours.chat_template is not None
+    template = ChatTemplate(ours.chat_template, with_tools=ours.tool_template)
+    rendered = [
+        template.render(record_tokenizers.MESSAGES, variables={"tools": tools})
+        for tools in (None, record_tokenizers.TOOLS)
+    ]
+    assert rendered == RECORD["templates"][name]
+
+
+def test_templates_of_gguf_for_tools() -> None:
+    more = {"tokenizer.chat_template.tool_use": "T", "tokenizer.chat_templates": ["tool_use"]}
+    ours = load_tokenizer(GgufTokenizerSource(Path("m.gguf"), {**metadata(), **more}))
+    assert (ours.chat_template, ours.tool_template) == (TEMPLATE, "T")
+
+
+def test_templates_without_a_default_are_refused(tmp_path: Path) -> None:
+    """transformers raises an error for the first conversation."""
+    write_tokenizer(tmp_path)
+    named = {"chat_template": [{"name": "rag", "template": "R"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    with pytest.raises(ModelFormatError, match=r"templates \['rag'\] none is the default"):
+        load_tokenizer(JsonTokenizerSource(tmp_path))
+
+
+def test_special_tokens_that_the_normalizer_changes(tmp_path: Path) -> None:
+    """As in Llama 1's files.  `tokenizers` calls the token "▁</s>" then, and never skips it."""
+    made = sentencepiece_json("prepended")
+    made["added_tokens"][2]["normalized"] = True
+    record_tokenizers.write(
+        tmp_path, {"tokenizer": made, "tokenizer_config": {"eos_token": "</s>"}}
+    )
+    ours = load_tokenizer(JsonTokenizerSource(tmp_path))
+    assert (ours.eos_ids, ours.token_text(2)) == ((2,), "</s>")
+    ids = ours.encode("hello </s>")
+    assert ids[-1] == 2 and ours.decode(ids) == "hello"
 
 
 @pytest.mark.parametrize("by", ["tokenizer_config", "padding", "no name"])

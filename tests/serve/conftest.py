@@ -12,7 +12,7 @@ import pytest
 import threadpoolctl
 
 from ostinato import open_device
-from tests.models.model_files import CONFIG, SPECIAL, byte_tokens, write_gguf
+from tests.models.model_files import CONFIG, SPECIAL, TEMPLATE, byte_tokens, write_gguf
 from tests.serve import serving
 from tests.serve.tool_templates import TEMPLATES
 
@@ -55,7 +55,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Start]:
         def started(name: str | None) -> Server:
             if name not in servers:
                 more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
-                if name is not None:
+                if name == "apart":  # as Hermes 3 has it
+                    more["tokenizer.chat_template"] = TEMPLATE
+                    more["tokenizer.chat_template.tool_use"] = TEMPLATES["hermes"]
+                elif name is not None:
                     more["tokenizer.chat_template"] = TEMPLATES[name]
                 path = write_gguf(
                     folder / f"{len(servers)}.gguf",

@@ -171,7 +171,7 @@ def test_reasoning_goes_to_the_template_and_counts(tmp_path: Path) -> None:
     ):
         both = said(reasoning_content="ab", content="12")
         one = said(reasoning_content="", content="ab12")
-        assert both["choices"] == one["choices"]
+        assert both["choices"] == one["choices"] == said(reasoning="ab", content="12")["choices"]
         assert both["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
         long = said(reasoning_content="x" * 8193, content="12")
         assert long["status"] == 400 and "longer than 8192 characters" in long["error"]["message"]

@@ -247,6 +247,15 @@ def test_calls_and_results_go_to_the_template(
     assert "21 °C" in text and "warmth" in text
 
 
+def test_a_template_of_its_own_for_tools(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start("apart")
+    assert "warmth" in prompt_of(server, monkeypatch)
+    assert "warmth" not in prompt_of(server, monkeypatch, tools=None)
+    say(monkeypatch, server, CALLS["hermes"])
+    (choice,) = answered(server).choices
+    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+
+
 def test_tools_that_are_not_to_be_called_are_not_told(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def show(
 def _described(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     """Returns the output of `show` as plain data."""
     from ostinato.models.files.advice import read_advice
-    from ostinato.models.text.tokenizer import load_tokenizer, read_chat_template
+    from ostinato.models.text.tokenizer import load_tokenizer
 
     config, source = checkpoint.config, checkpoint.tokenizer
     tensors = [checkpoint.raw(name) for name in checkpoint.tensor_names()]
@@ -121,7 +121,7 @@ def _described(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         of_type["tensors"] += 1
         of_type["bytes"] += tensor.size
     tokenizer = load_tokenizer(source, vocabulary=config.vocabulary)
-    template, advice = read_chat_template(source), read_advice(source)
+    template, advice = tokenizer.chat_template, read_advice(source)
     ends = dict.fromkeys((*tokenizer.eos_ids, *config.eos_token_ids))
     return {
         **_named(checkpoint),

@@ -34,7 +34,7 @@ from ostinato.models.run import RunOptions
 from ostinato.models.sampling import GREEDY, SamplingOptions, require_options
 from ostinato.models.stop_strings import checked_stops
 from ostinato.models.text.chat import DEFAULT_TEMPLATE, NO_ARGS, ChatTemplate, prepare
-from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_template
+from ostinato.models.text.tokenizer import Tokenizer, load_tokenizer, read_chat_templates
 
 
 class TextGenerator(Closeable):
@@ -91,6 +91,7 @@ class TextGenerator(Closeable):
             DEFAULT_TEMPLATE if source is None else source,
             where=f"{self.tokenizer.where}: the chat template",
             tokens=self.tokenizer.special_tokens,
+            with_tools=self.tokenizer.tool_template,
         )
 
     @property
@@ -280,7 +281,7 @@ class TextGenerator(Closeable):
 def _load_tokenizer(checkpoint: Checkpoint, loading: Future[Tokenizer]) -> None:
     source = checkpoint.tokenizer
     try:
-        if read_chat_template(source) is not None:
+        if read_chat_templates(source):
             prepare()  # starts the renderer's process while the tokenizer is built
         loading.set_result(load_tokenizer(source, vocabulary=checkpoint.config.vocabulary))
     except BaseException as error:

@@ -119,7 +119,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 # Fields of an earlier answer, which clients send back.
 _EMPTY_IN_MESSAGES = ("annotations", "audio", "function_call", "refusal")
 # Fields of a message that chat templates may use.
-_TEXTS_IN_MESSAGES = ("name", "reasoning_content")
+_TEXTS_IN_MESSAGES = ("name", "reasoning", "reasoning_content")
 _IGNORED_IN_MESSAGES = ("cache_control", "prompt_cache_breakpoint")
 # Fields of a message at the response endpoint, besides those of a chat's.
 _IGNORED_IN_ITEMS = ("type", "id", "status")

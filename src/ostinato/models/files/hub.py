@@ -39,6 +39,7 @@ _OTHERS = (
     "added_tokens.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 """Files of a folder of safetensors that may be needed, besides the shards."""
 _SHOWN = 20  # names of files in a message

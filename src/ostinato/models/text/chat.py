@@ -31,6 +31,8 @@ _MEMORY = 512 << 20
 _MAX_TEXT = 1 << 20  # characters, besides those of the messages
 # Ends the message that the answer continues, as in transformers; a template may trim the blank.
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+# Names of a message's reasoning, by precedence.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _RENDERS = ("messages", "add_generation_prompt")
 _renderer = Child(f"{__package__}.chat_child", seconds=_SECONDS, memory=_MEMORY)
 
@@ -43,11 +45,13 @@ def prepare() -> None:
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     """A chat template.  `where`: its name in error messages.  `tokens`: text of special tokens by
-    the names that the template may use (`bos_token`)."""
+    the names that the template may use (`bos_token`).  `with_tools`: the source for conversations
+    whose variables have `tools`, if it is another one."""
 
     source: str = DEFAULT_TEMPLATE
     where: str = "the chat template"
     tokens: Mapping[str, str] = field(default_factory=dict)
+    with_tools: str | None = None
 
     def render(
         self,
@@ -58,7 +62,9 @@ class ChatTemplate:
         variables: Mapping[str, object] = NO_ARGS,
     ) -> str:
         """Renders the prompt for `messages`: mappings with the strings `role` and `content`; a
-        message with `tool_calls` needs no content.
+        message with `tool_calls` needs no content.  As in transformers, keys whose value is None
+        are left out, and reasoning is given as `reasoning_content` and `thinking`, whichever of
+        these or `reasoning` a message has.
 
         `add_generation_prompt`: end with the head of the assistant's turn.  `continue_last`: end in
         the last message instead, an assistant's, which the answer continues.  `variables`: further
@@ -81,6 +87,7 @@ class ChatTemplate:
                 )
             if message.get("content") is None and not message.get("tool_calls"):
                 raise InputError(f"message {index} is {quoted(message)}, which has no content")
+            listed[index] = _as_templates_read(message)
         if not isinstance(variables, Mapping) or not all(isinstance(k, str) for k in variables):
             raise InputError(f"the variables are {quoted(variables)}, must be a mapping by name")
         for name in _RENDERS:
@@ -105,7 +112,8 @@ class ChatTemplate:
                 f"the messages are not what JSON can hold: {str(error)[:200]}"
             ) from None
         longest = _MAX_TEXT + 4 * len(given)
-        source = json.dumps(self.source)
+        other = self.with_tools if values["tools"] is not None else None
+        source = json.dumps(self.source if other is None else other)
         request = f'{{"source": {source}, "variables": {given}, "longest": {longest}}}'
         text = _renderer.ask(request.encode(), self.where, longest=4 * longest + 1)
         return self._cut(text, last) if continue_last else text
@@ -120,6 +128,15 @@ class ChatTemplate:
             )
         kept = text[found : found + len(_MARK)] == _MARK
         return text[:found] if kept else text[:found].rstrip()
+
+
+def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the message as transformers gives it to templates: many write None as a word."""
+    found = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((found[name] for name in _REASONING if name in found), None)
+    if reasoning is None:
+        return found
+    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _last(messages: Sequence[Mapping[str, Any]]) -> str:

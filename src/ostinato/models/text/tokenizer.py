@@ -13,6 +13,8 @@ import codecs
 import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 
 from ostinato.errors import InputError, ModelError, ModelFormatError
 from ostinato.models.arguments import quoted, whole
@@ -24,6 +26,12 @@ from ostinato.models.text.tokenizer_parts import END_TOKENS, MAX_IDS, TokenizerP
 # Bytes of text, more than a million tokens.  Each token can take 150 bytes of memory and 1 us.
 _MAX_TEXT = 8 << 20
 _MAX_TEMPLATE = 1 << 20
+_TEMPLATE_FILES = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+"""Files of chat templates in a folder, by name.  They replace those of tokenizer_config.json."""
+_NONE: Mapping[str, str] = MappingProxyType({})
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -45,13 +53,14 @@ class Tokenizer:
     `vocabulary`: number of ids, special ones included.  `bos_id`: begin of sequence, or None.
     `eos_ids`: every id that ends an answer, those named by the file first.  `special_ids`: control
     tokens.  `special_tokens`: text by name (`pad_token`), for chat templates.  `chat_template`:
-    jinja source (see `models.text.chat`), or None.  `where`: the path of the tokenizer's file.
+    jinja source (see `models.text.chat`), or None; `tool_template`: another one, for conversations
+    with tools, or None.  `where`: the path of the tokenizer's file.
     `rows`, an argument: rows of the model's embedding if there are more than ids; a model can
     choose ids from `vocabulary` on, which have no text.
     """
 
     def __init__(
-        self, parts: TokenizerParts, chat_template: str | None = None, *, rows: int = 0
+        self, parts: TokenizerParts, templates: Mapping[str, str] = _NONE, *, rows: int = 0
     ) -> None:
         self._parts = parts
         self._rows = max(rows, len(parts.texts))
@@ -61,7 +70,8 @@ class Tokenizer:
         self.bos_id = parts.bos_id
         self.special_ids = parts.special_ids
         self.special_tokens: Mapping[str, str] = parts.named
-        self.chat_template = chat_template
+        self.chat_template = templates.get("default")
+        self.tool_template = templates.get("tool_use")
         named = {text: i for i in parts.special_ids if (text := parts.texts[i]) in END_TOKENS}
         more = (named[text] for text in sorted(named))
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys((*parts.eos_ids, *more)))
@@ -206,31 +216,48 @@ def load_tokenizer(source: TokenizerSource, *, vocabulary: int | None = None) ->
             parts = parts_from_gguf(source, rows)
         else:
             parts = parts_from_folder(source.path, rows)
-        template = read_chat_template(source)
+        templates = read_chat_templates(source)
     except OSError as error:
         raise ModelError(f"{source.path}: cannot be read: {error}") from error
-    return Tokenizer(parts, template, rows=0 if vocabulary is None else rows)
+    return Tokenizer(parts, templates, rows=0 if vocabulary is None else rows)
 
 
-def read_chat_template(source: TokenizerSource) -> str | None:
-    """Returns the chat template's source, or None if the model has none.
+def read_chat_templates(source: TokenizerSource) -> dict[str, str]:
+    """Returns the sources of chat templates by name: "default", "tool_use" for conversations with
+    tools, and others; {} if the model has none.
 
-    Raises ModelFormatError if a file is damaged, OSError.
+    Raises ModelFormatError if a file is damaged or no template is the default, OSError.
     """
     if isinstance(source, GgufTokenizerSource):
-        template = source.metadata.get("tokenizer.chat_template")
-        return template if isinstance(template, str) else None
-    file = source.path / "chat_template.jinja"
-    if file.exists():
-        try:
-            return read_file(file, _MAX_TEMPLATE).decode()
-        except UnicodeDecodeError as error:
-            raise ModelFormatError(f"{file}: not UTF-8: {error.reason}") from None
-    file = source.path / "tokenizer_config.json"
-    template = json_of(file).get("chat_template")
-    if isinstance(template, list):  # several named ones: [{"name": "default", "template": "…"}]
-        for entry in template:
-            if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-                raise ModelFormatError(f"{file}: chat_template {quoted(entry)} has no name")
-        template = next((t.get("template") for t in template if t["name"] == "default"), None)
-    return template if isinstance(template, str) else None
+        key = "tokenizer.chat_template"
+        made = {
+            "default": source.metadata.get(key),
+            "tool_use": source.metadata.get(f"{key}.tool_use"),
+        }
+        file = source.path
+    elif found := {n: f for n, at in _TEMPLATE_FILES.items() if (f := source.path / at).exists()}:
+        made = {name: _template(file) for name, file in found.items()}
+        file = source.path
+    else:
+        file = source.path / "tokenizer_config.json"
+        template = json_of(file).get("chat_template")
+        made = {"default": template}
+        if isinstance(template, list):  # [{"name": "default", "template": "…"}, …]
+            for entry in template:
+                if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+                    raise ModelFormatError(f"{file}: chat_template {quoted(entry)} has no name")
+            made = {entry["name"]: entry.get("template") for entry in template}
+    templates = {name: text for name, text in made.items() if isinstance(text, str)}
+    if templates and "default" not in templates:
+        raise ModelFormatError(
+            f"{file}: of the chat templates {quoted(sorted(templates))} none is the default; name "
+            "one of them default"
+        )
+    return templates
+
+
+def _template(file: Path) -> str:
+    try:
+        return read_file(file, _MAX_TEMPLATE).decode()
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{file}: not UTF-8: {error.reason}") from None

@@ -43,30 +43,36 @@ def _opened(
     content: bytes,
     rows: int,
     added: list[list[Any]],
-    special: list[list[Any]],
+    named: list[list[Any]],
+    extra: list[list[Any]],
     pad: str | None,
     pads: bool,
     metaspace: str | None,
     listed: bool,
+    plain: bool,
+    split: bool,
 ) -> str:
     """Builds the tokenizer.  Returns JSON: "texts" by id, "added" as pairs of an id and True for a
     special token, the spelling ("byte_level", "strip_space"), and the padding token "pad".
 
     `rows`: rows of the embedding.  `added`: id, text and flags of tokens in other files; `listed`:
-    they replace the file's own added tokens.  `special`: text and flags of tokens to make special
-    even if the tokenizer.json does not.  `pad`: the padding token named by another file; with
-    `pads` the tokenizer.json's padding token replaces it.  `metaspace`: the scheme of spaces of a
-    SentencePiece tokenizer, which replaces the file's own steps.
+    they replace the file's own added tokens.  `named`, `extra`: text and flags of tokens to make
+    special: the former even if the tokenizer.json has them as added tokens that are not; `plain`:
+    without their other flags.  `pad`: the padding token named by another file; with `pads` the
+    tokenizer.json's padding token replaces it.  `metaspace`: the scheme of spaces of a
+    SentencePiece tokenizer, which replaces the file's own steps.  `split`: special tokens in text
+    are ordinary text.
     """
     encoder = guarded(lambda: tokenizers.Tokenizer.from_buffer(content), "is damaged")
     if pads and encoder.padding:
         pad = encoder.padding["pad_token"]
-    if metaspace and not _decoder_kind(encoder)[0] and isinstance(encoder.model, models.BPE):
+        named.append([pad, *SPECIAL_FLAGS])
+    if metaspace and isinstance(encoder.model, models.BPE):
         changed = _as_llama(json.loads(content), metaspace, listed)
         encoder = guarded(lambda: tokenizers.Tokenizer.from_str(changed), "is damaged")
-    named = {entry[0] for entry in special}
-    _add(encoder, [entry for entry in added if entry[0] < rows], named)
-    _add_special(encoder, [*special, *([[pad, *SPECIAL_FLAGS]] if pad else [])], rows)
+    special = {entry[0] for entry in (*named, *extra)}
+    _add(encoder, [entry for entry in added if entry[0] < rows], special)
+    _add_special(encoder, named, extra, rows, plain)
     known = encoder.get_added_tokens_decoder()
     largest = encoder.get_vocab_size(with_added_tokens=True) - 1
     texts = list(map(encoder.id_to_token, range(min(largest + 1, rows))))
@@ -80,14 +86,22 @@ def _opened(
     only_padding = largest == rows and pad is not None and encoder.id_to_token(rows) == pad
     if largest >= rows and not only_padding:
         raise ModelFormatError(f"has ids up to {largest}, the embedding only {rows} rows")
+    for token, one in known.items():
+        if one.special and token < rows:
+            texts[token] = one.content  # not as the normalizer changes it: "▁</s>"
     encoder.no_truncation()  # settings for training would cut prompts silently
     encoder.no_padding()
+    encoder.encode_special_tokens = split
     byte_level, strip_space = _decoder_kind(encoder)
     _encoders.append((encoder, rows))
     return json.dumps(
         {
             "texts": texts,
-            "added": [(token, entry.special) for token, entry in known.items() if token < rows],
+            "added": [
+                (token, one.special)
+                for token, one in known.items()
+                if token < rows and texts[token] == one.content
+            ],
             "byte_level": byte_level,
             "strip_space": strip_space,
             "pad": pad,
@@ -144,21 +158,31 @@ def _add(encoder: tokenizers.Tokenizer, entries: list[list[Any]], named: set[str
             )
 
 
-def _add_special(encoder: tokenizers.Tokenizer, entries: list[list[Any]], rows: int) -> None:
-    """Adds special tokens that are not there yet; those in the vocabulary keep their ids.  A token
-    for which the embedding has no row is left out: the model could not read it."""
+def _add_special(
+    encoder: tokenizers.Tokenizer,
+    named: list[list[Any]],
+    extra: list[list[Any]],
+    rows: int,
+    plain: bool,
+) -> None:
+    """Adds special tokens that are not there yet, and makes those with a name special; those in
+    the vocabulary keep their ids.  A token for which the embedding has no row is left out: the
+    model could not read it."""
     known = encoder.get_added_tokens_decoder()
-    texts = {one.content for one in known.values()}
+    flags_of = {one.content: _flags(one) for one in known.values()}
+    names = {text for text, *_ in named}
     following = max((encoder.get_vocab_size(with_added_tokens=False), *(i + 1 for i in known)))
-    for text, *flags in entries:
-        if not text or text in texts:
+    # A text that is given with several flags has the last ones.
+    for text, *flags in dict.fromkeys(map(tuple, (*named, *extra))):
+        if not text:
             continue
-        if encoder.token_to_id(text) is None:
+        if text in flags_of:
+            flags = [*flags_of[text][:-1], flags_of[text][-1] or text in names]
+        elif encoder.token_to_id(text) is None:
             if following >= rows:
                 continue
             following += 1
-        texts.add(text)
-        _put(encoder, text, flags)
+        _put(encoder, text, list(SPECIAL_FLAGS) if plain else flags)
 
 
 def _put(encoder: tokenizers.Tokenizer, text: str, flags: list[bool]) -> None:

@@ -32,8 +32,13 @@ _NAMED = (
     "mask_token",
 )
 """Names of the special tokens that every tokenizer can have, in transformers' order."""
-_DEFAULTS: dict[str, dict[str, object]] = {
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+_LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_INFILLING = {
+    f"{part}_token": f"\u2581<{part[:3].upper()}>" for part in ("prefix", "middle", "suffix", "eot")
+}
+_DEFAULTS: dict[str, Mapping[str, object]] = {
+    "LlamaTokenizer": _LLAMA,
+    "CodeLlamaTokenizer": {**_LLAMA, **_INFILLING, "fill_token": "<FILL_ME>"},
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 }
@@ -52,19 +57,25 @@ def parts_from_folder(path: Path, rows: int) -> TokenizerParts:
             f"{path}: no tokenizer.json; other kinds (tokenizer.model, vocab.json) are not read"
         )
     config, model = json_of(path / "tokenizer_config.json"), json_of(path / "config.json")
+    content = read_file(file, _MAX_TOKENIZER_JSON)
     kind = _class_of(config, model)
+    if kind == "LlamaTokenizer" and b'"ByteLevel"' in content:
+        kind = "TokenizersBackend"  # Llama 3's and its distillates' files, named by the older class
     special = _special_tokens(path, config, _DEFAULTS.get(kind, {}))
     head = {
         "rows": rows,
         "added": _added_tokens(path, config),
         # In the order in which transformers adds them.
-        "special": [[t.text, *t.flags] for t in (*special.named.values(), *special.extra)],
+        "named": [[t.text, *t.flags] for t in special.named.values()],
+        "extra": [[t.text, *t.flags] for t in special.extra],
         "pad": pad.text if (pad := special.named.get("pad_token")) else None,
         "pads": "pad_token" not in special.given,
-        "metaspace": _prepend_scheme(config) if kind == "LlamaTokenizer" else None,
+        "metaspace": _prepend_scheme(config, kind),
         "listed": "added_tokens_decoder" in config,
+        "plain": kind == "Qwen2Tokenizer",
+        "split": bool(config.get("split_special_tokens")),
     }
-    opening = json.dumps(head).encode() + b"\n" + read_file(file, _MAX_TOKENIZER_JSON)
+    opening = json.dumps(head).encode() + b"\n" + content
     where = f"{file}: the tokenizer"
     child = Child(
         f"{__package__}.tokenizer_child", seconds=_SECONDS, memory=_MEMORY, opening=opening
@@ -117,12 +128,15 @@ def _class_of(config: Mapping[str, object], model: Mapping[str, object]) -> str:
     return given.removesuffix("Fast") if isinstance(given, str) else "TokenizersBackend"
 
 
-def _prepend_scheme(config: Mapping[str, object]) -> str:
-    """Returns the prepend scheme that `LlamaTokenizer` uses, whatever tokenizer.json has."""
+def _prepend_scheme(config: Mapping[str, object], kind: str) -> str | None:
+    """Returns the prepend scheme that the class uses, whatever tokenizer.json has; None if it uses
+    the file's own steps."""
+    if kind not in ("LlamaTokenizer", "CodeLlamaTokenizer"):
+        return None
     prefix = config.get("add_prefix_space")
     if prefix is not None and not prefix:
         return "never"
-    return "always" if config.get("legacy") else "first"
+    return "always" if config.get("legacy") and kind == "LlamaTokenizer" else "first"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +170,7 @@ def _special_tokens(
     own = {
         name: value
         for name, value in config.items()
-        if _names_token(name, value)
+        if (_names_token(name, value) or name in defaults)
         # Under a name that is not in _NAMED, an object without "__type" is no token.
         and (name in _NAMED or not isinstance(value, Mapping) or "__type" in value)
     }

@@ -39,20 +39,20 @@ _REGEXES: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_LLAMA3,),
+    "smaug-bpe": (_LLAMA3,),
     "qwen2": (_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),),
     "tekken": (_TEKKEN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
 _ALIASES = {
-    "phi-2": "gpt-2",
+    **dict.fromkeys(("phi-2", "a.x-4.0", "trillion"), "gpt-2"),
     "starcoder": "smollm",
     "refact": "smollm",
     "command-r": "smollm",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
-    "deepseek-r1-qwen": "qwen2",
-    "megrez": "qwen2",
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez", "kormo"), "qwen2"),
 }
 # Pre-tokenizers whose words become one token if the vocabulary has it, whatever the merges are, and
 # whose texts begin with the BOS token unless the file has add_bos_token.
@@ -60,10 +60,14 @@ _WHOLE_WORDS = ("llama-bpe", "tekken")
 # Pre-tokenizers of models whose original tokenizers first apply NFC (llama.cpp does not, so its ids
 # differ for a letter that is followed by its accent).
 _COMPOSED = ("qwen2",)
+# Texts of tokens between which templates write the role of a message.
+_TURN_TOKENS = ("<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>")
 SUPPORTED_PRE_TOKENIZERS = (*_REGEXES, *_ALIASES)
 
 # Token types of GGUF (`llama_token_type`).
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+# Ids of special tokens that a file of the kind "llama" need not name, in llama.cpp.
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}
 # Limits well above any vocabulary in use: Gemma's has 262,000 tokens of 2 million characters, 6,400
 # of them special; byte-level vocabularies have up to 580,000 merges.  Together they keep the build
 # under 10 s and 1 GiB.
@@ -90,6 +94,7 @@ class _Builder:
     def __init__(self, source: GgufTokenizerSource, rows: int) -> None:
         self.where = str(source.path)
         self.metadata = source.metadata
+        self.kind = source.metadata.get("tokenizer.ggml.model")
         texts = self._texts("tokenizer.ggml.tokens")
         if len(texts) > rows:
             raise ModelFormatError(
@@ -107,9 +112,9 @@ class _Builder:
                 f"{self.where}: token {again} is there twice: {quoted(self.tokens[again])}"
             )
         given = self._numbers("token_type", int, [1] * len(self.tokens))
-        # Some files mark these tokens as plain text; llama.cpp recognises them by text, too.
+        # Some files mark these tokens as plain text; llama.cpp recognises the ends by text, too.
         self.kinds = [
-            _CONTROL if text in END_TOKENS else kind
+            _CONTROL if text in END_TOKENS or text in _TURN_TOKENS else kind
             for text, kind in zip(self.tokens, given, strict=True)
         ]
         kinds: dict[int, list[int]] = {_UNKNOWN: [], _CONTROL: [], _USER_DEFINED: []}
@@ -125,7 +130,7 @@ class _Builder:
             )
 
     def parts(self) -> TokenizerParts:
-        kind = self.metadata.get("tokenizer.ggml.model")
+        kind = self.kind
         if kind == "gpt2":
             encode_text, add_bos, strip = self._byte_level()
         elif kind == "llama":
@@ -162,8 +167,13 @@ class _Builder:
         )
 
     def _byte_level(self) -> tuple[Callable[[str], list[int]], bool, bool]:
-        # llama.cpp uses "default", too, if a file names none.
-        name = self.metadata.get("tokenizer.ggml.pre", "default")
+        name = self.metadata.get("tokenizer.ggml.pre")
+        if name is None:
+            raise UnsupportedModelError(
+                f"{self.where}: tokenizer.ggml.pre is missing, as in files made before May 2024: "
+                "without the name of the pre-tokenizer text can get other tokens than those the "
+                "model was trained on; take a newer file, or convert the model again"
+            )
         kind = _ALIASES.get(name, name) if isinstance(name, str) else ""
         regexes = _REGEXES.get(kind)
         if regexes is None:
@@ -254,7 +264,8 @@ class _Builder:
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.metadata.get(key)
         if value is None:
-            return None
+            known = _SENTENCEPIECE_IDS if self.kind == "llama" else {}
+            return known.get(name) if len(self.tokens) > 2 else None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             raise ModelFormatError(f"{self.where}: {key} {quoted(value)} is outside the vocabulary")
         return value
