@@ -263,6 +263,29 @@ def test_a_function_that_catches_an_error_of_its_capture(make: Make, where: str)
         assert all(map(torch.equal, *found)), (call, graphed.explain())
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x, w: (x[:4] * w).reshape(2, 2, 3).prod(1),
+        lambda x, w: x.masked_fill(x > 0.3, w.sum() * 0.3),
+        lambda x, w: (x * w + torch._efficientzerotensor(3, device=x.device)).sin(),
+    ],
+    ids=["prod", "masked_fill", "no memory"],
+)
+def test_gradients_that_a_mode_would_round_otherwise(work: Any, make: Make, where: str) -> None:
+    def function(x: Any, w: Any) -> Any:
+        assert (x.abs() < 100).all()
+        with torch.enable_grad():
+            w = w.detach().requires_grad_()
+            return torch.autograd.grad(work(x, w).square().sum(), w)[0]
+
+    graphed = make(function)
+    for call in range(12):
+        draw = torch.Generator().manual_seed(call)
+        x, w = (torch.randn(*shape, generator=draw).to(where) for shape in ((400, 3), (3,)))
+        assert torch.equal(graphed(x, w), function(x, w)), (call, graphed.explain())
+
+
 def test_modules_with_buffers_that_are_written_before_a_wait(make: Make, where: str) -> None:
     class Counting(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

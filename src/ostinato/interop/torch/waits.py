@@ -75,6 +75,10 @@ _INDEXING = {
     _aten._index_put_impl_.default,
 }
 """Operations whose second argument is a list of indices."""
+_OTHERWISE = {_aten.prod.default: 0, _aten.prod.dim_int: 0, _aten.masked_fill.Tensor: 2}
+"""Operations of whose gradients autograd has two formulas, one of them for modes that see
+operations, each with the argument that it is for.  Found by running all operations of torch's own
+tests under such a mode."""
 _ERRORS = {_aten._linalg_check_errors.default}
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result, or its shape, depends on values."""
@@ -373,6 +377,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             if result is not NotImplemented:
                 return result
         tensors = [leaf for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)]
+        if func is _aten._efficientzerotensor.default or any(t._is_zerotensor() for t in tensors):
+            self._fail(NotGraphable(f"{func} has to do with a tensor that has no memory"))
+        if func in _OTHERWISE and args[_OTHERWISE[func]].requires_grad:
+            self._fail(NotGraphable(f"the gradient of {func} is rounded otherwise in a chain"))
         there = [tensor for tensor in tensors if self._is_there(tensor)]
         if not there and not self._makes(kwargs):
             around = self._captor.relaxed() if func is _aten._pin_memory.default else nullcontext()
