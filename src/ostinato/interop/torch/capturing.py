@@ -114,7 +114,8 @@ class Captures:
 
     def settle(self, error: str) -> None:
         """Clears an error that a call in a broken capture has left pending, which the next call of
-        its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own."""
+        its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own, and
+        no text names it if the captured function has caught the error."""
         like = {"device": f"cuda:{self.index}"}
         with (  # no mode of the caller sees these operations
             torch.cuda.stream(self.beside()[0]),
@@ -124,7 +125,7 @@ class Captures:
         ):
             with suppress(RuntimeError):
                 torch.zeros(1, **like)
-            if "cusolver" in error.lower():
+            if "cusolver" in error.lower() or "previous error during capture" in error:
                 with suppress(RuntimeError):
                     torch.linalg.eigh(torch.eye(2, **like))
 
