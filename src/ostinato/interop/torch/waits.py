@@ -180,6 +180,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             self._own.clear()
             self._before.clear()
             self._done, self._pending = [], []
+            self._failure = None  # its frames hold arrays
 
     def _run(self, work: Callable[[], Any]) -> Any:
         self._start()
