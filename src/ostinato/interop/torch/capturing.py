@@ -114,8 +114,8 @@ class Captures:
 
     def settle(self, error: str) -> None:
         """Clears an error that a call in a broken capture has left pending, which the next call of
-        its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own, and
-        no text names it if the captured function has caught the error."""
+        its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own,
+        and no text names it if the captured function has caught the error."""
         like = {"device": f"cuda:{self.index}"}
         with (  # no mode of the caller sees these operations
             torch.cuda.stream(self.beside()[0]),
