@@ -76,12 +76,13 @@ def test_training_a_graphed_module(pair: Pair) -> None:
     assert pair.step.statistics().replays >= 8, pair.step.explain()
 
 
-def test_several_calls_before_a_backward(pair: Pair) -> None:
+@pytest.mark.parametrize("count", [3, 12])  # more than a key has pairs of graphs for
+def test_several_calls_before_a_backward(count: int, pair: Pair) -> None:
     for call in range(8):
 
         def work(forward: Any, model: Any, call: int = call) -> Any:
             model.zero_grad()
-            found = [forward(drawn(10 * call + n, where=pair.where)) for n in range(3)]
+            found = [forward(drawn(10 * call + n, where=pair.where)) for n in range(count)]
             loss = sum(one.square().sum() * n for n, one in enumerate(found))
             loss.backward()
             return found
@@ -274,21 +275,32 @@ def test_random_orders_of_calls_and_backwards(seed: int, make_chained: Make, whe
     draw = random.Random(seed)
     pair = Pair(make_chained, where)
     open_: list[list[Any]] = []
-    for _ in range(40):
-        what = draw.choice(["call", "call", "backward", "drop", "zero", "step", "other"])
+    for _ in range(80):
+        acts = ["call"] * 4 + ["backward"] * 3 + ["drop", "zero", "step", "other", "freeze"]
+        what = draw.choice(acts)
         if what == "call":
-            number, rows = draw.randrange(99), draw.choice([6, 6, 6, 5])
-            x = drawn(number, rows, where=where)
-            open_.append(pair.both(lambda forward, model, x=x: forward(x).square()))
+            number, rows = draw.randrange(99), draw.choice([6, 6, 6, 6, 6, 5])
+            needs = draw.random() < 0.2
+            xs = [drawn(number, rows, needs=needs, where=where) for _ in range(2)]
+            found = pair.both(
+                lambda forward, model, xs=xs: forward(xs[pair.models.index(model)]).square()
+            )
+            if found[0].requires_grad:
+                open_.append([found, xs])
         elif what == "backward" and open_:
-            found = open_.pop(draw.randrange(len(open_)))
+            found, xs = open_.pop(draw.randrange(len(open_)))
             for one in found:
                 one.sum().backward()
-            pair.compare(None, None)
+            pair.compare(*[x.grad for x in xs])
         elif what == "drop" and open_:
             open_.pop(draw.randrange(len(open_)))
         elif what == "zero":
             pair.both(lambda forward, model: model.zero_grad())
+        elif what == "freeze":
+            layer = draw.randrange(4)
+            for model in pair.models:
+                for p in model[layer].parameters():
+                    p.requires_grad_(not p.requires_grad)
         elif what == "step":
             open_.clear()  # else eager backwards raise too
             with torch.no_grad():

@@ -328,6 +328,7 @@ class Graphed(Guarded, Closeable):
         captured = line.captured()
         if (  # there is no graph, or the last decision was for another state
             captured is None
+            or unmet is not None
             or captured.epoch != given.epoch
             or (captured.attached and not all(each.fits for each in captured.attached))
             or (given.statics and self._subject.pointers(given) != captured.pointers)
@@ -346,6 +347,8 @@ class Graphed(Guarded, Closeable):
             if self._options.strict:
                 raise
             return work
+        if unmet is not None:  # the decision is for this call alone
+            line.decided_at = None
         captured, made = work.captured, work.made
         if captured is not None and made is not None:
             if captured.attached or captured.written or captured.tree.given or given.sizes:

@@ -428,6 +428,9 @@ class _Way:
             captured = None if leaves is None else self._captured()
             if leaves is None or captured is None:
                 return MISSED
+            backward = captured.backward
+            if backward is not None and backward.pending:
+                return MISSED
             try:
                 places = [*map(self._library.address, leaves)]
             except Exception:  # raised for an array without memory of its own
@@ -437,6 +440,8 @@ class _Way:
             began = 0 if (self.count + 1) % TIMED else time.perf_counter_ns()
             if self._turns.last is not self._stream:
                 self._turns.take()
+            if backward is not None:
+                backward.begin(leaves, self._lock, self._turns.take)
             captured.stage(leaves)
             fresh: list[Any] = []
             chain, put_back = captured.chain, _nothing
@@ -600,8 +605,6 @@ def recheck(
         return None
     if any(index >= len(captured.marks) for index in captured.tree.given):
         return None  # objects among the arguments
-    if captured.backward is not None:
-        return None
     made = checked(subject, call, captured.attached, seen, note)
     if made is None or library.stream() is not stream:
         return None

@@ -104,7 +104,12 @@ class Backward:
             torch._foreach_copy_(self._buffers, list(gradients))
             self._executable.launch(stream)
             self._pass = None
-            return [None if one is None else one.clone() for one in self._gradients]
+            found = [one for one in self._gradients if one is not None]
+            copies = [*map(torch.empty_like, found)]
+            if found:
+                torch._foreach_copy_(copies, found)  # one launch, where clones take one each
+            made = iter(copies)
+            return [None if one is None else next(made) for one in self._gradients]
 
 
 class _Replayed(torch.autograd.Function):  # type: ignore[misc]  # torch has no type for it
