@@ -108,8 +108,8 @@ class Backward:
             copies = [*map(torch.empty_like, found)]
             if found:
                 torch._foreach_copy_(copies, found)  # one launch, where clones take one each
-            made = iter(copies)
-            return [None if one is None else next(made) for one in self._gradients]
+            left = iter(copies)
+            return [None if one is None else next(left) for one in self._gradients]
 
 
 class _Replayed(torch.autograd.Function):  # type: ignore[misc]  # torch has no type for it
