@@ -1241,19 +1241,14 @@ class _Work(Work):
     def _run_chain(self, chain: Chain) -> None:
         """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
         as before the call."""
-        self._before, self._ran = chain.keep(self.door._library, self.given.state), chain
         try:
-            self.fresh = chain.run(self.stream)
+            self.fresh, self._before = chain.start(
+                self.door._library, self.given.state, self.stream
+            )
         except StateLostError as lost:
             self.door._engine.lose(lost)
             raise
-        except Raised:  # by a step of Python, after which nothing is put back
-            self._before = self._ran = None
-            raise
-        except BaseException:
-            self._ran = None
-            self._put_back()
-            raise
+        self._ran = chain
 
     def _put_back(self) -> None:
         before, self._before = self._before, None

@@ -178,9 +178,14 @@ class Chain:
             setattr(array, name, value)
         return fresh
 
-    def keep(self, library: Keeping, state: Sequence[Any]) -> Callable[[], None]:
-        """Copies what a replay writes before its last compared wait; returns a function that puts
-        it back, with the generators.  `state`: as `ReadCall.state`."""
+    def start(
+        self, library: Keeping, state: Sequence[Any], stream: Stream
+    ) -> tuple[list[Any], Callable[[], None]]:
+        """Does as `run`; returns its values, and a function that puts back what a replay writes
+        before its last compared wait, with the generators.  `state`: as `ReadCall.state`.
+
+        Raises as `run`, with all that put back, except at StateLostError, and at Raised: nothing is
+        put back after a step of Python."""
         saved = [(state[i], library.clone(state[i])) for i in self.saved if i < len(state)]
         random = library.save_random() if self.draws else None
 
@@ -190,7 +195,13 @@ class Chain:
             if random is not None:
                 library.restore_random(random)
 
-        return put_back
+        try:
+            return self.run(stream), put_back
+        except (Raised, StateLostError):
+            raise
+        except BaseException:
+            put_back()
+            raise
 
     def stop(self, error: object) -> None:
         """Raises StateLostError if memory cannot be put back after a graph was refused."""

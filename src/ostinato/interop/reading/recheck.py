@@ -20,8 +20,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from ostinato import MemoryRange, Stream
-from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
-from ostinato.interop.reading.chains import Chain, Diverged, Raised
+from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.interop.reading.chains import Chain, Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import GraphedOptions, Library
@@ -446,17 +446,10 @@ class _Way:
             fresh: list[Any] = []
             chain, put_back = captured.chain, _nothing
             if chain is not None:
-                put_back = chain.keep(self._library, self._state)
                 try:
-                    fresh = chain.run(self._stream)
+                    fresh, put_back = chain.start(self._library, self._state, self._stream)
                 except (Diverged, NotLaunched):
-                    put_back()
                     return MISSED
-                except (Raised, StateLostError):
-                    raise
-                except BaseException:
-                    put_back()
-                    raise
             if not self._replay(chain):
                 put_back()
                 return MISSED

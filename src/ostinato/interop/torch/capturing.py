@@ -435,6 +435,22 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
+def replaced_here(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function of a module in the block, for calls of this thread; other threads call
+    the one before."""
+    before, thread = getattr(module, name), threading.get_ident()
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        return (function if threading.get_ident() == thread else before)(*args, **kwargs)
+
+    setattr(module, name, chosen)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextmanager
 def hidden_capture(hidden: bool) -> Iterator[list[bool]]:
     """Hides the capture from transformers; adds to the list when transformers asks for it.
 
@@ -445,23 +461,16 @@ def hidden_capture(hidden: bool) -> Iterator[list[bool]]:
     """
     asked: list[bool] = []
     module: Any = sys.modules.get("transformers.utils.import_utils")
-    question = getattr(module, "is_cuda_stream_capturing", None)
-    if not hidden or question is None:
+    if not hidden or not hasattr(module, "is_cuda_stream_capturing"):
         yield asked
         return
-    thread = threading.get_ident()
 
     def answer() -> bool:
-        if threading.get_ident() != thread:
-            return bool(question())
         asked.append(True)
         return False
 
-    module.is_cuda_stream_capturing = answer
-    try:
+    with replaced_here(module, "is_cuda_stream_capturing", answer):
         yield asked
-    finally:
-        module.is_cuda_stream_capturing = question
 
 
 @dataclass(slots=True)

@@ -11,10 +11,8 @@ another pair of graphs (`pending`).
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -23,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ostinato import Graph, GraphExec, MemoryRange, Stream
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.slots import points_at, words_of_nodes
+from ostinato.interop.torch.capturing import replaced_here
 
 _tree_map: Any = torch.utils._pytree.tree_map
 
@@ -166,25 +165,13 @@ class Aliases(torch.overrides.TorchFunctionMode):  # type: ignore[misc]  # torch
         return value if weight is None else alias
 
 
-@contextmanager
-def _ways_without_mode() -> Iterator[None]:
-    """Lets torch's modules choose between their ways as they do without a mode of torch functions:
-    a transformer's layer takes its fast path only without one."""
-    overrides, thread = torch.overrides, threading.get_ident()
-    question = overrides.has_torch_function
-
-    def answer(values: Any) -> bool:
-        if threading.get_ident() != thread:
-            return bool(question(values))
-        none = torch._C._disabled_torch_function_impl
-        kinds = {type(one) for one in values} - {torch.Tensor}
-        return any(getattr(kind, "__torch_function__", none) is not none for kind in kinds)
-
-    overrides.has_torch_function = answer
-    try:
-        yield
-    finally:
-        overrides.has_torch_function = question
+def _overridden(values: Any) -> bool:
+    """Answers `torch.overrides.has_torch_function` as without a mode of torch functions, so that
+    torch's modules choose between their ways as always: a transformer's layer takes its fast path
+    only without one."""
+    none = torch._C._disabled_torch_function_impl
+    kinds = {type(one) for one in values} - {torch.Tensor}
+    return any(getattr(kind, "__torch_function__", none) is not none for kind in kinds)
 
 
 def _over_the_same(weight: Any) -> Any:
@@ -211,7 +198,11 @@ class Differentiated:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Implements `Differentiable.run`."""
         self._attached.clear()
-        with _ways_without_mode(), self._aliases, torch.enable_grad():
+        with (
+            replaced_here(torch.overrides, "has_torch_function", _overridden),
+            self._aliases,
+            torch.enable_grad(),
+        ):
             result = self._function(*args, **kwargs)
         return detached(result, self._attached)
 

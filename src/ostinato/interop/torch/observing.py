@@ -249,7 +249,7 @@ def _living() -> list[Any]:
 
 
 def observe() -> GraphObservation:
-    """Makes every `torch.cuda.CUDAGraph` that is made from now on known, whoever captures it.
+    """Observes each `torch.cuda.CUDAGraph` that is made from now on, whoever captures it.
 
         watch = observe()
         ...                                  # an engine that knows nothing of this library
