@@ -522,6 +522,27 @@ def test_the_functions_of_the_benchmark_are_replayed(work: str, make: Make, wher
     assert step.statistics().replays >= 5, step.explain()
 
 
+def test_operations_of_magma_raise_in_captures_and_nowhere_else() -> None:
+    capturing = pytest.importorskip("ostinato.interop.torch.capturing")
+    if not hasattr(torch.library, "get_kernel"):
+        pytest.skip("this version of torch cannot wrap a kernel")
+    a = torch.tensor([[4.0, 1.0], [1.0, 3.0]])
+    b, lower = torch.tensor([[1.0], [2.0]]), torch.linalg.cholesky(a)
+    both = b.expand(2, 2, 1), lower.expand(2, 2, 2)
+    wanted = torch.linalg.solve(a, b)
+    inside = [True]
+    with capturing.without_magma("CPU", lambda: inside[0]):
+        torch.testing.assert_close(torch.cholesky_solve(b, lower), wanted)  # one matrix
+        torch.testing.assert_close(torch.cholesky_solve(b[None], lower[None])[0], wanted)
+        for call in (lambda: torch.cholesky_solve(*both), lambda: torch.cholesky_inverse(both[1])):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing.*MAGMA"):
+                call()
+        inside[0] = False
+        torch.testing.assert_close(torch.cholesky_solve(*both)[1], wanted)
+    inside[0] = True
+    torch.testing.assert_close(torch.cholesky_solve(*both)[1], wanted)
+
+
 @pytest.mark.parametrize("how", [print, logging.getLogger(__name__).warning])
 def test_a_function_that_prints_what_it_has_read_runs_eagerly(
     how: Callable[..., object], make: Make, where: str

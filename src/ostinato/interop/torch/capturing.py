@@ -6,9 +6,10 @@ import linecache
 import sys
 import threading
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,9 @@ one_at_a_time = threading.RLock()
 collection, the answer to transformers) is changed for the whole process."""
 
 _begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+
+_BY_MAGMA = "_cholesky_solve_helper", "cholesky_inverse"
+"""Operations that torch computes with MAGMA, if they are given several matrices."""
 
 NOT_REGISTERED = "generator not in capture mode"
 """Part of torch's error for random numbers in a capture that is not its own."""
@@ -117,12 +121,7 @@ class Captures:
         its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own,
         and no text names it if the captured function has caught the error."""
         like = {"device": f"cuda:{self.index}"}
-        with (  # no mode of the caller sees these operations
-            torch.cuda.stream(self.beside()[0]),
-            torch._C._DisableTorchDispatch(),
-            torch.no_grad(),
-            torch._C._DisableAutocast(),
-        ):
+        with torch.cuda.stream(self.beside()[0]), _unseen_by_modes():
             with suppress(RuntimeError):
                 torch.zeros(1, **like)
             if "cusolver" in error.lower() or "previous error during capture" in error:
@@ -143,7 +142,7 @@ class Captures:
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         """Implements `Library.capture`."""
-        with one_at_a_time, torch.cuda.device(self.index):
+        with one_at_a_time, torch.cuda.device(self.index), without_magma():
             made = self._captured(work, hidden=True)
             if made.error and made.asked and made.kind in (NotGraphable, WaitsForDevice):
                 made = self._captured(work, hidden=False)
@@ -265,6 +264,15 @@ class Captures:
         self.owners.add(owner)
         return Graph.adopt(self.device, int(graph.handle), owner=(graph, owner))
 
+    def begin_by_torch(self, graph: Any) -> None:
+        """Begins a capture by torch on the current stream, into the pool.
+
+        torch counts the graphs of a pool a second time, for pinned memory of the host, and not
+        those that others captured: one of its own graphs keeps the pool there too."""
+        if type(self._keeper) is Kept:
+            self._keeper = self._keeper, self._trivial(self.pool)
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
     def new_graph(self) -> Any:
         """Makes a graph of torch that knows the generators of the function."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -280,8 +288,8 @@ class Captures:
         made = _Made()
         beside = torch.cuda.Stream(self.index)
         with torch.cuda.stream(side), undisturbed():
-            owner.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
+                self.begin_by_torch(owner)
                 with self.unseeded(beside):
                     made.result = work(stream)
             except Exception as raised:
@@ -356,13 +364,53 @@ class Captures:
 
     def _trivial(self, pool: Any) -> Any:
         """Captures a graph of one small operation into a pool."""
-        with torch.cuda.stream(self.beside()[0]):
+        with torch.cuda.stream(self.beside()[0]), _unseen_by_modes():
             nothing = torch.zeros(1, device=f"cuda:{self.index}")
             owner = self.new_graph()
             owner.capture_begin(pool=pool, capture_error_mode="thread_local")
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+@contextmanager
+def _unseen_by_modes() -> Iterator[None]:
+    """No mode of the caller sees the operations of the block."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad(), torch._C._DisableAutocast():
+        yield
+
+
+@contextmanager
+def without_magma(
+    key: str = "CUDA", capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+) -> Iterator[None]:
+    """Lets the operations that torch computes with MAGMA raise an error while the current stream
+    captures.
+
+    MAGMA allocates memory of the device for them, which a capture forbids, and ends the process
+    then (`magma_queue::setup_ptrArray`, torch 2.11).  Versions of torch without `get_kernel` are
+    left as they are.  `key`: the dispatch key of the operations."""
+    get_kernel: Any = getattr(torch.library, "get_kernel", None)
+    with ExitStack() as undo:
+        for name in _BY_MAGMA if get_kernel is not None else ():
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                continue
+            kernel = get_kernel(f"aten::{name}", key)
+
+            def refusing(keys: Any, *args: Any, kernel: Any = kernel, name: str = name) -> Any:
+                if capturing() and args[0].shape[:-2].numel() != 1:
+                    raise RuntimeError(
+                        f"operation not permitted when stream is capturing: aten::{name} of several"
+                        " matrices, for which MAGMA allocates memory"
+                    )
+                return kernel.call_boxed(keys, *args)
+
+            library = torch.library.Library("aten", "IMPL")
+            undo.callback(library._destroy)
+            with warnings.catch_warnings():  # torch warns once that a kernel is replaced
+                warnings.simplefilter("ignore")
+                library.impl(name, refusing, key, with_keyset=True, allow_override=True)
+        yield
 
 
 class _NotedEngine:

@@ -58,6 +58,7 @@ from ostinato.interop.torch.capturing import (
     one_at_a_time,
     out_of_memory,
     undisturbed,
+    without_magma,
 )
 from ostinato.interop.torch.watching import stateful
 
@@ -854,7 +855,7 @@ class _ByTorch(_Capture):
         self._graph = captures.new_graph()
         self._open = ExitStack()
         beside = torch.cuda.Stream(captures.index)
-        self._graph.capture_begin(pool=captures.pool, capture_error_mode="thread_local")
+        captures.begin_by_torch(self._graph)
         self._open.enter_context(captures.unseeded(beside))
 
     def end(self) -> Graph | None:
@@ -912,7 +913,7 @@ def run_chain(
     parts: ChainBuilder,
 ) -> tuple[Any, NotGraphable | None]:
     """Implements `Library.chain`."""
-    with one_at_a_time, torch.cuda.device(captures.index):
+    with one_at_a_time, torch.cuda.device(captures.index), without_magma():
         captures.open_pool()
         side, stream = captures.beside()
         captures.note_unseen()
