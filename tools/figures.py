@@ -669,6 +669,49 @@ def torch_waits() -> Iterable[str]:
     )
 
 
+def torch_training() -> Iterable[str]:
+    rows = results("torch_training-nvidia-h200.json")["rows"]
+    heads = (
+        *("step", "optimiser", "eager, µs", "`graphed`, µs", "times"),
+        *("whole graph by hand, µs", "`make_graphed_callables`, µs", "parameters"),
+    )
+    return _table(
+        heads,
+        (
+            [
+                row["work"],
+                "as people write it" if row["optimizer"] == "plain" else row["optimizer"],
+                *(f"{row[f'{way}_us']:,.0f}" for way in ("eager", "graphed")),
+                f"{1 / row['of_eager']:.1f}",
+                *(_cell(row, f"{way}_us", "{:,.0f}") for way in ("by_hand", "make_graphed")),
+                row["parameters"],
+            ]
+            for row in rows
+        ),
+    )
+
+
+def torch_generate() -> Iterable[str]:
+    rows = results("torch_generate-nvidia-h200.json")["rows"]
+    heads = ("model", "eager", "static cache", "`graph_generate`", "times static", "replayed")
+    return _table(
+        heads,
+        (
+            [
+                row["model"],
+                *(f"{row[f'{way}_tokens_per_s']:,.0f}" for way in ("eager", "static", "graphed")),
+                f"{row['times_static']:.1f}",
+                f"{row['replayed']:.1%}",
+            ]
+            for row in rows
+        ),
+    )
+
+
+def _cell(row: dict[str, Any], key: str, form: str) -> str:
+    return form.format(row[key]) if key in row else ""
+
+
 def generate() -> Iterable[str]:
     rows = results("generate-1B-nvidia-h200.json")["rows"]
     ways = {
@@ -790,7 +833,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
     for table in (
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches,
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
-        attention, startup, load, host, join, torch_graphed, torch_waits, generate, weights,
-        streams, tuning,
+        attention, startup, load, host, join, torch_graphed, torch_waits,
+        torch_training, torch_generate, generate, weights, streams, tuning,
     )
 }  # fmt: skip

@@ -1354,3 +1354,25 @@ def test_gradients_are_those_of_the_last_call(make: Make, zeroed: str) -> None:
                 if zeroed == "outside":
                     optimizer.zero_grad()
     assert step.statistics().replays >= 14, step.explain()
+
+
+def test_a_pool_outlives_the_graphs_that_torch_captured(cuda_device: Device) -> None:
+    """torch counts its own graphs of a pool alone for pinned memory, and refused a pool that only
+    others still used (an internal assertion, torch 2.11)."""
+    from ostinato.interop.torch.capturing import Captures
+
+    captures, x = Captures(cuda_device, 0, ()), torch.ones(4, device="cuda")
+    stream = cuda_device.adopt_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        first, doubled = captures.capture(lambda _: x * 2)  # by ostinato, and kept
+        for seed in range(3):
+            torch.manual_seed(seed)
+            drawn, found = captures.capture(lambda _: torch.rand(4, device="cuda"))  # by torch
+            drawn.instantiate().launch(stream)
+            torch.manual_seed(seed)
+            assert torch.equal(found, torch.rand(4, device="cuda"))
+            del drawn, found
+            cuda_device.synchronize()
+            gc.collect()
+        first.instantiate().launch(stream)
+        assert torch.equal(doubled, x * 2)
