@@ -110,6 +110,18 @@ def test_a_part_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     assert outcome.objections == ["cut off"]
 
 
+def test_a_test_that_failed_is_named(tmp_path: Path) -> None:
+    case = "<testcase classname='tests.x' name='y'><failure message='2 != 3&#10;more'/></testcase>"
+
+    def command(_: Part, log: Path, junit: Path) -> list[str]:
+        junit.write_text(f"<testsuite>{case}</testsuite>")
+        log.write_text(CLEAN)
+        return [sys.executable, "-c", "raise SystemExit(1)"]
+
+    outcome = sanitize.run_part(PART, tmp_path, time.monotonic() + 500, command)
+    assert outcome.objections[:2] == ["1 tests failed", "tests.x::y: 2 != 3"]
+
+
 def test_a_part_has_its_order_of_the_gpus(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"]
     sanitize.run_part(PART, tmp_path, time.monotonic() + 500, lambda *_: command, (1, 0))

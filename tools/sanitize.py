@@ -293,6 +293,8 @@ class Outcome:
     seconds: float = 0.0
     status: int | None = None
     """The exit status; None if the part was cut off or never began."""
+    failures: tuple[str, ...] = ()
+    """The names of the tests that failed, each with the first line of its error."""
 
     @property
     def complete(self) -> bool:
@@ -309,7 +311,7 @@ class Outcome:
         if found.errors:
             said.append(f"{found.errors} errors reported by {self.part.tool}")
         if tests["failed"]:
-            said.append(f"{tests['failed']} tests failed")
+            said += [f"{tests['failed']} tests failed", *self.failures]
         if self.complete and not tests["passed"]:
             said.append("no test passed")
         if found.trouble and (said or found.trouble.startswith("Internal")):
@@ -427,10 +429,12 @@ def run_part(
             raise
     said = tool_words.read_text("utf-8", "replace") if tool_words.exists() else ""
     found = read_tool(said or words.read_text("utf-8", "replace"))
-    tests: Counter[str] = Counter()
+    tests: list[dict[str, object]] = []
     with contextlib.suppress(OSError, ValueError):  # pytest was killed, or ran no test
-        tests.update(str(test["outcome"]) for test in suite.read(junit))
-    return Outcome(part, tests, found, time.monotonic() - start, status)
+        tests = suite.read(junit)
+    counts = Counter(str(test["outcome"]) for test in tests)
+    failures = tuple(f"{t['name']}: {t['why']}" for t in tests if t["outcome"] == "failed")
+    return Outcome(part, counts, found, time.monotonic() - start, status, failures)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
