@@ -381,15 +381,15 @@ def _unseen_by_modes() -> Iterator[None]:
 
 
 @contextmanager
-def without_magma(
-    key: str = "CUDA", capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-) -> Iterator[None]:
+def without_magma(key: str = "CUDA", capturing: Callable[[], bool] | None = None) -> Iterator[None]:
     """Lets the operations that torch computes with MAGMA raise an error while the current stream
     captures.
 
     MAGMA allocates memory of the device for them, which a capture forbids, and ends the process
     then (`magma_queue::setup_ptrArray`, torch 2.11).  Versions of torch without `get_kernel` are
-    left as they are.  `key`: the dispatch key of the operations."""
+    left as they are.  `key`: the dispatch key of the operations.  `capturing`: by default, what
+    torch says of the current stream."""
+    captures_now = capturing or torch.cuda.is_current_stream_capturing
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
     with ExitStack() as undo:
         for name in _BY_MAGMA if get_kernel is not None else ():
@@ -398,7 +398,7 @@ def without_magma(
             kernel = get_kernel(f"aten::{name}", key)
 
             def refusing(keys: Any, *args: Any, kernel: Any = kernel, name: str = name) -> Any:
-                if capturing() and args[0].shape[:-2].numel() != 1:
+                if captures_now() and args[0].shape[:-2].numel() != 1:
                     raise RuntimeError(
                         f"operation not permitted when stream is capturing: aten::{name} of several"
                         " matrices, for which MAGMA allocates memory"
