@@ -350,18 +350,16 @@ class _Comparison:
     def _spans_of(self, i: int | None, j: int | None) -> list[_Span]:
         pairs = [(one.range.address, two.range.address) for one, two in self._both(i, j)]
         given = dict(pairs), {y: x for x, y in pairs}
+        written = [[] if at is None else self._written(side, at) for side, at in enumerate((i, j))]
         starts: list[list[tuple[int, int | None]]] = []
         """By side: the addresses that the node may write from, and those that stand for them."""
-        for side, at in enumerate((i, j)):
-            written = () if at is None else self._written(side, at)
-            addresses = [touch.range.address for touch in written]
+        for side, touches in enumerate(written):
+            addresses = [touch.range.address for touch in touches]
             starts.append([(x, self._across(side, x, given[side].get(x))) for x in addresses])
         found: dict[tuple[int, int], int] = {}
         same: list[MemoryRange] = []
-        for side, at in enumerate((i, j)):
-            for touch in () if at is None else self._written(side, at):
-                address = touch.range.address
-                other = self._across(side, address, given[side].get(address))
+        for side, touches in enumerate(written):
+            for touch, (address, other) in zip(touches, starts[side], strict=True):
                 if other is None:
                     continue
                 nbytes = touch.range.nbytes

@@ -9,7 +9,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -389,10 +389,14 @@ def without_magma(key: str = "CUDA", capturing: Callable[[], bool] | None = None
     then (`magma_queue::setup_ptrArray`, torch 2.11).  Versions of torch without `get_kernel` are
     left as they are.  `key`: the dispatch key of the operations.  `capturing`: by default, what
     torch says of the current stream."""
-    captures_now = capturing or torch.cuda.is_current_stream_capturing
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
-    with ExitStack() as undo:
-        for name in _BY_MAGMA if get_kernel is not None else ():
+    if get_kernel is None:
+        yield
+        return
+    captures_now = capturing or torch.cuda.is_current_stream_capturing
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in _BY_MAGMA:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
                 continue
             kernel = get_kernel(f"aten::{name}", key)
@@ -405,12 +409,12 @@ def without_magma(key: str = "CUDA", capturing: Callable[[], bool] | None = None
                     )
                 return kernel.call_boxed(keys, *args)
 
-            library = torch.library.Library("aten", "IMPL")
-            undo.callback(library._destroy)
             with warnings.catch_warnings():  # torch warns once that a kernel is replaced
                 warnings.simplefilter("ignore")
                 library.impl(name, refusing, key, with_keyset=True, allow_override=True)
         yield
+    finally:
+        library._destroy()
 
 
 class _NotedEngine:

@@ -249,7 +249,7 @@ def _living() -> list[Any]:
 
 
 def observe() -> GraphObservation:
-    """Observes each `torch.cuda.CUDAGraph` that is made from now on, whoever captures it.
+    """Observes each `torch.cuda.CUDAGraph` that any code of the process makes from now on.
 
         watch = observe()
         ...                                  # an engine that knows nothing of this library
