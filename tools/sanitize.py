@@ -108,8 +108,8 @@ _WAYS = _GPU + "test_twelve_ways.py"
 # that waits for such a launch waits until the host function's timeout.  Tests of this behaviour are
 # left out by name: `held_stream_holds_nobody`, `two_threads_on_two_streams` and `columns_live`.
 # memcheck also reads the Python frames of a launch, whose locals CPython then keeps alive:
-# `held_and_dropped`, `memory_comes_back`, `is_used_again`, `that_is_dropped`, `lets_go_of_what` and
-# `leaves_no_graph` test that objects are freed.
+# `held_and_dropped`, `comes_back`, `memory_back`, `is_used_again`, `that_is_dropped`,
+# `lets_go_of_what` and `leaves_no_graph` test that objects are freed.
 LEFT_OUT = {
     _GPU + "test_poison.py": "breaks contexts on purpose",
     _GPU + "test_black_box_gpu.py": "breaks contexts on purpose",
@@ -196,7 +196,7 @@ PARTS: tuple[Part, ...] = (
         2,
         "graphed in torch",
         _GPU + "test_graphed_torch.py",
-        keyword="not soak and not memory_comes_back",
+        keyword="not soak and not comes_back and not memory_back",
     ),
     *_memcheck(1, "graphed in CuPy", _GPU + "test_graphed_cupy.py"),
     *_memcheck(1, "graph files", _GPU + "test_disk_gpu.py"),

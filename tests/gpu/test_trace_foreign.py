@@ -64,8 +64,8 @@ def test_torch_synchronising_in_its_own_python(cuda_device: Device, stream: ost.
     torch = library("torch")
     from ostinato.interop.torch import use_stream
 
-    x = torch.ones(N, device="cuda")
     with use_stream(stream):
+        x = torch.ones(N, device="cuda")
         x.mul_(1)
         stream.synchronize()
         said = found(

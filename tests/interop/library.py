@@ -120,6 +120,7 @@ class Chaining:
     def begin(self) -> None:
         self.capture = ost.Capture(self.lib.side)
         self.lib.here.capture = self.capture.begin()
+        self.links.begun(self.lib.side)
 
     def end(self) -> None:
         self.lib.here.capture = None

@@ -313,6 +313,28 @@ def test_modules_with_buffers_that_are_written_before_a_wait(make: Make, where: 
             assert torch.equal(ours.norm.running_mean, theirs.norm.running_mean)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_replays_copy_only_buffers_that_are_written_before_a_wait(
+    make: Make, where: str, training: bool
+) -> None:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.ReLU()).to(where).train(training)
+
+    def function(x: Any) -> Any:
+        y = model(x)
+        return y + 1 if y.max() > 9 else y
+
+    step = make(function)
+    with torch.no_grad():
+        for _ in range(8):
+            step(torch.randn(8, 4, device=where))
+    (chain,) = [
+        found.chain
+        for found in (line.captured() for line in step._lines.values())
+        if found is not None and found.chain is not None
+    ]
+    assert bool(chain.saved) is training
+
+
 def test_numbers_that_are_drawn_before_another_value_are_drawn_once(make: Make, where: str) -> None:
     def function(x: Any) -> Any:
         noise = torch.rand(4, device=where)

@@ -784,6 +784,10 @@ class EdgeData:
     type: EdgeType = EdgeType.DEFAULT
 
 
+PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
+"""The target, a kernel, starts when the blocks of the source, a kernel, have triggered or ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class Edge:
     """An edge: `target` waits for `source`."""

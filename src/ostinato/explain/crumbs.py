@@ -1,8 +1,8 @@
 """Twins of executables that leave crumbs: words in pinned host memory that say which nodes ended.
 
 A twin has the nodes of the graph, and after a node a kernel of one thread that sets the node's
-word; the nodes that waited for the node wait for that kernel.  Before the first nodes a kernel
-clears all words.  The host can read the words while the graph runs, and after the context is lost.
+word; the nodes that waited for the node wait for that kernel.  Before the first nodes all words are
+cleared.  The host can read the words while the graph runs, and after the context is lost.
 Child graphs and bodies of conditional nodes have words of their own.
 
 An edge of a programmatic launch becomes a plain one if there is a crumb on it: a kernel then no
@@ -44,25 +44,21 @@ from ostinato.modules.source import kernel
 
 State: TypeAlias = Literal["finished", "running", "waiting"]
 _PLAIN = EdgeData()
-_THREADS = 256
 _SURE = 1 << 16
 """Smaller words of kernels without a signature are numbers, not handles of conditions."""
 
 
 @kernel(
-    "words: *out u32, n: u32",
+    "word: *out u32",
     """
-extern "C" __global__ void ostinato_crumb(unsigned* words, unsigned n) {
-    for (unsigned i = threadIdx.x; i < n; i += blockDim.x)
-        ((volatile unsigned*)words)[i] = i == 0;
-    __threadfence_system();
+extern "C" __global__ void ostinato_crumb(unsigned* word) {
+    *(volatile unsigned*)word = 1;  // the end of the kernel need not wait until the host has it
 }
 """,
     name="ostinato_crumb",
 )
-def crumb(launch: Any, words: Any, n: int) -> None:
-    words[1:n] = 0
-    words[0] = 1
+def crumb(launch: Any, word: Any) -> None:
+    word[0] = 1
 
 
 _loaded: weakref.WeakKeyDictionary[Context, weakref.ref[Kernel]] = weakref.WeakKeyDictionary()
@@ -233,7 +229,8 @@ class CrumbTwin:
             followed.add(source)
         order = _in_order(before)
         start, self._next = self._next, self._next + 1 + len(nodes)
-        begin = self._crumb(target, start, 1 + len(nodes), ())
+        cleared = target.add_fill(self._words[start : self._next], 0)
+        begin = self._crumb(target, start, (cleared,))
         made: dict[int, Node] = {}
         crumbs: dict[int, Node] = {}
         inside: dict[int, tuple[Area, ...]] = {}
@@ -245,13 +242,12 @@ class CrumbTwin:
             made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
             self._made[nodes[i].handle] = made[i]
             if count % self.every == 0 or i not in followed:
-                crumbs[i] = self._crumb(target, start + 1 + i, 1, (made[i],))
+                crumbs[i] = self._crumb(target, start + 1 + i, (made[i],))
         return Area(start, nodes, before, order, frozenset(crumbs), inside)
 
-    def _crumb(self, target: Graph, at: int, count: int, after: Sequence[Node]) -> Node:
-        words = self._words[at : at + count]
-        config = LaunchConfig(1, min(count, _THREADS))
-        return target.add_operation(prepare(self._kernel, config, words, count), after=after)
+    def _crumb(self, target: Graph, at: int, after: Sequence[Node]) -> Node:
+        mark = prepare(self._kernel, LaunchConfig(1, 1), self._words[at : at + 1])
+        return target.add_operation(mark, after=after)
 
     def _add(
         self,

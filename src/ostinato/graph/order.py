@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ostinato.driver.api import (
+    PROGRAMMATIC,
     ChildGraphNodeParams,
     EdgeData,
-    EdgeType,
     KernelNodeParams,
     MemoryRange,
 )
 from ostinato.driver.stream import Operation
-
-_PROGRAMMATIC = EdgeData(from_port=1, to_port=0, type=EdgeType.PROGRAMMATIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ def edge_data(
     if not (isinstance(params, KernelNodeParams) and params.config.programmatic):
         return None
     return [
-        _PROGRAMMATIC
+        PROGRAMMATIC
         if i == before and isinstance(recorded[i].operation.params, KernelNodeParams)
         else EdgeData()
         for i in after

@@ -1114,7 +1114,8 @@ class _Work(Work):
         line.words = f"{parent.words}: {captured.chain.words}"
         self.compare(captured)
         self.fresh = run.fresh
-        self.result = door._results(self, captured, ())
+        copies = [door._library.clone(captured.outputs[index]) for index in run.moved]
+        self.result = door._results(self, captured, copies)
         return executable
 
     def _note_capture(self, captured: Captured, why: str) -> None:
@@ -1211,15 +1212,14 @@ class _Work(Work):
             captured.backward.begin(given.leaves, door._lock, turns.take)
         if given.sizes:
             self._stage(captured, poisoned)
-        elif moves is None:
+        elif moves is None or not moves.inputs:
             captured.stage(given.leaves)
+        made = self.made = [*itertools.starmap(library.new, captured.recipes)]
         if captured.chain is not None:
             self._run_chain(captured.chain)
         if moves is None:
-            self.made = []
             return None
-        leaves = () if given.sizes else given.leaves
-        made = self.made = [*itertools.starmap(library.new, captured.recipes)]
+        leaves = given.leaves if moves.inputs and not given.sizes else ()
         address = library.address
         return moves.change(moves.packed(*map(address, leaves), *map(address, made)))
 

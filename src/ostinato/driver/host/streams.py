@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.driver.api import (
+    PROGRAMMATIC,
     CaptureInfo,
     CaptureMode,
     CaptureStatus,
-    EdgeData,
-    EdgeType,
     EventHandle,
     KernelNodeParams,
     NodeHandle,
@@ -38,9 +37,6 @@ from ostinato.errors import Status, driver_error
 _numbers = itertools.count(1)
 
 _ENDED = "the event was recorded in a capture that has ended: record it again"
-
-# A kernel with programmatic stream serialization may start when the kernel before it allows.
-_PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +223,7 @@ class HostCapture:
             and before
             and all(node.kind == NodeKind.KERNEL for node in before)
         ):
-            edge_data = (_PROGRAMMATIC,) * len(before)
+            edge_data = (PROGRAMMATIC,) * len(before)
         stream.dependencies = (self.graph.add(call, before, params, edge_data),)
 
     def unjoined(self) -> HostStream | None:

@@ -241,21 +241,29 @@ class ChainBuilder:
     """The graphs and waits of a chain, as a library builds it.
 
     `caller`: the code that calls the function.  `attached`: a function that lists the gradients
-    now, as `Library.attached` does."""
+    now, as `Library.attached` does.  `copy_in`: captures the copies of the inputs."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         caller: types.CodeType,
         attached: Callable[[], list[tuple[Any, str, Any]]],
+        copy_in: Callable[[Stream], None],
     ) -> None:
         self._function, self._caller, self.attached = function, caller, attached
+        self._copy_in = copy_in
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a block in which the function runs; the library sets it."""
         self.graphs: list[Graph] = []
         self.links: list[ChainLink] = []
         self.last: GraphExec | None = None
         """The executable of the graph after the last wait."""
+
+    def begun(self, stream: Stream) -> None:
+        """Begins the first graph with the copies of the inputs; the library calls it for each
+        capture that has begun on a stream."""
+        if not self.graphs:
+            self._copy_in(stream)
 
     def submitted(self, graph: Graph, stream: Stream) -> None:
         """Launches a graph that was captured on a stream."""

@@ -150,7 +150,7 @@ class CallEffects(Memory[_Content]):
                 for captured in (old, new):
                     stage(captured)
                 if old.moves is not None:  # no arrays to copy, of which the next replay has others
-                    count = len(old.inputs) + len(old.moves.outputs)
+                    count = old.moves.inputs + len(old.moves.outputs)
                     old.moves.change(old.moves.packed(*[0] * count))(executable)
                 found = first_difference(
                     subject.library.stream(), graph, executable, limit=_MOST_SAVED, names=_NAMES

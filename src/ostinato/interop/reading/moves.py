@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ostinato import Device, GraphExec, LaunchConfig, Node, Source, Stream, host_kernel, launch
-from ostinato.errors import OstinatoError, OutOfMemoryError
-from ostinato.lowlevel import FILL, fill_kernel
+from ostinato.errors import ContextPoisonedError, OstinatoError, OutOfMemoryError
+from ostinato.lowlevel import FILL, NotLaunched, fill_kernel
 
 MOST = 16
 """The most arrays that can be copied in, and the most that can be copied out."""
@@ -76,18 +76,31 @@ def source() -> Source:
 class Moves:
     """The copies that the nodes of one graph make.
 
-    `node`: the index of its first node.  `outputs`: the indices of the outputs that it copies; all
-    that must be copied, or none."""
+    `node`: the index of its first node.  `inputs`: the number of arrays that it copies in.
+    `outputs`: the indices of the outputs that it copies; all that must be copied, or none."""
 
-    def __init__(self, node: int, inputs: int, outputs: tuple[int, ...]) -> None:
-        self.node, self.outputs = node, outputs
+    def __init__(self, nodes: Sequence[Node], inputs: int, outputs: tuple[int, ...]) -> None:
+        self.node = [node.name for node in nodes].index(_FIRST)
+        self.inputs, self.outputs = inputs, outputs
         words = inputs + len(outputs)
         self.packed = struct.Struct(f"{words}Q{_WORDS.size - 8 * words}x").pack
         """A function that packs the first node's argument: addresses of arrays, then of new
         outputs."""
         self.change: Callable[[bytes], Callable[[GraphExec], None]]
         """A function of the bytes of `packed`; returns a C function that changes an executable."""
-        self.change = partial(operator.methodcaller, "set", node, 0)
+        self.change = partial(operator.methodcaller, "set", self.node, 0)
+
+    def stage(
+        self, executable: GraphExec, address: Callable[[Any], int], arrays: Sequence[Any]
+    ) -> None:
+        """Makes the next launch of an executable copy these arrays in, and none out.  Raises
+        NotLaunched if the executable refuses."""
+        try:
+            self.change(self.packed(*map(address, arrays)))(executable)
+        except ContextPoisonedError:
+            raise
+        except OstinatoError as error:
+            raise NotLaunched(str(error)) from error
 
 
 class Mover:
@@ -135,10 +148,9 @@ class Mover:
     def find(nodes: Sequence[Node], inputs: int, outputs: tuple[int, ...]) -> Moves | None:
         """Returns the copies of a graph that `begin` put its node into; None if it has no other
         nodes."""
-        names = [node.name for node in nodes]
-        if {*names} <= {_FIRST, _LAST}:
+        if {node.name for node in nodes} <= {_FIRST, _LAST}:
             return None
-        return Moves(names.index(_FIRST), inputs, outputs)
+        return Moves(nodes, inputs, outputs)
 
 
 def _config(sizes: Sequence[int]) -> LaunchConfig:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import struct
 import time
 import types
@@ -21,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 
 from ostinato import MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
-from ostinato.interop.reading.chains import Chain, Diverged
+from ostinato.interop.reading.chains import Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import GraphedOptions, Library
@@ -401,7 +402,7 @@ class Way(Protocol):
 
 
 class _Way:
-    """The way of a graph whose arrays are copied outside the graph."""
+    """The way of a chain, and of a graph whose arrays are copied outside the graph."""
 
     def __init__(
         self,
@@ -442,28 +443,33 @@ class _Way:
                 self._turns.take()
             if backward is not None:
                 backward.begin(leaves, self._lock, self._turns.take)
-            captured.stage(leaves)
+            made = [*itertools.starmap(self._library.new, captured.recipes)]
             fresh: list[Any] = []
             chain, put_back = captured.chain, _nothing
-            if chain is not None:
-                try:
+            try:
+                captured.stage(leaves)
+                if chain is not None:
                     fresh, put_back = chain.start(self._library, self._state, self._stream)
-                except (Diverged, NotLaunched):
-                    return MISSED
-            if not self._replay(chain):
+            except (Diverged, NotLaunched):
+                return MISSED
+            if not self._replay(captured, made):
                 put_back()
                 return MISSED
             self.count += 1
-            result = captured.give((), fresh)
+            result = captured.give(made, fresh)
             if began:
                 self._line.times.append((time.perf_counter_ns() - began) / 1e9)
             return result
 
-    def _replay(self, chain: Chain | None) -> bool:
-        """Launches the last graph of a chain, or the only one; returns False if it was evicted."""
+    def _replay(self, captured: Captured, made: Sequence[Any]) -> bool:
+        """Launches the last graph of a chain, or the only one; returns False if it was evicted.
+        `made`: the arrays that it copies its outputs into."""
+        chain, moves, change = captured.chain, captured.moves, None
         why: object = "the last one was evicted"
         try:
-            if self._cache.replay(self._line.name, self._stream):
+            if moves is not None:
+                change = moves.change(moves.packed(*map(self._library.address, made)))
+            if self._cache.replay(self._line.name, self._stream, change):
                 return True
         except ContextPoisonedError:
             raise
@@ -605,7 +611,8 @@ def recheck(
     ranges = [library.storage(call.state[i]) for i in line.state if i < len(call.state)]
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
-    if captured.moves is None:
+    chain = captured.chain
+    if captured.moves is None or (chain is not None and chain.links):
         way = _Way(subject, made.match, line, owned, stream, written, [*call.state])
     else:
         ends = struct.pack(

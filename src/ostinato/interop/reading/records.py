@@ -81,6 +81,8 @@ class Captured:
 
     inputs: list[Any]
     stage: Callable[[Sequence[Any]], None]
+    """A function that copies a call's arrays into `inputs`, or makes the next launch do it; not
+    used if `moves` copies them."""
     outputs: list[Any]
     tree: Tree
     clones: list[bool]
@@ -96,8 +98,7 @@ class Captured:
     """Owners of other memory that the graph points at, which may have no other reference: a table
     that a helper made and will drop from its cache."""
     moves: Moves | None = None
-    """The copies that nodes of the graph make; None if the library copies all arrays outside the
-    graph."""
+    """The copies that nodes of the graph (the last one of a chain) make; None if it makes none."""
     recipes: tuple[tuple[Any, ...], ...] = ()
     """Arguments of `Library.new` for the outputs that the graph itself copies
     (`Library.recipe`)."""

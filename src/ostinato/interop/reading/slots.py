@@ -19,7 +19,7 @@ from ostinato.interop.reading.chains import Chain, ChainBuilder, Raised, output_
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
-from ostinato.interop.reading.moves import MOST, Mover
+from ostinato.interop.reading.moves import MOST, Mover, Moves
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Tree, Unknown
@@ -50,11 +50,15 @@ class ChainRun:
 
     prepared: _Prepared
     links: ChainBuilder
+    mover: Mover | None
+    """The kernels that copy its inputs and outputs; None if the library copies them."""
     random: Any
     """The states of the generators before it."""
     versions: list[int | None]
     """The versions of the arrays that are not copied, before it."""
     result: Any = None
+    moved: tuple[int, ...] = ()
+    """The indices of the outputs that the last graph copies."""
     fresh: list[Any] = field(default_factory=list)
     """The values in the result that are new in each call (`Chain.places`)."""
     why: NotGraphable | None = None
@@ -221,19 +225,31 @@ class Maker:
         prepared = self._prepare(call)
         versions = [*map(library.version, call.state)]
         attached = partial(library.attached, call.state)
-        builder = ChainBuilder(subject.function, Maker._run.__code__, attached)
-        made = ChainRun(prepared, builder, random, versions)
+        sources = None if call.sizes else self._extents(prepared.inputs, call.leaves)
+        mover = None if sources is None else self.mover
+
+        def copy_in(stream: Stream) -> None:
+            if mover is not None:
+                mover.begin(stream, sources or [])
+
+        def run(stream: Stream) -> Any:
+            result = self._run(prepared, call, kept, subject.function, builder.around)
+            if mover is not None and stream.capture_info().status.name == "ACTIVE":
+                made.moved, places = self._moved(result, call, prepared.bound)
+                if made.moved:
+                    if builder.graphs:  # the node that passes the addresses is in the first one
+                        mover.begin(stream, [])
+                    mover.end(stream, places)
+            return result
+
+        builder = ChainBuilder(subject.function, Maker._run.__code__, attached, copy_in)
+        made = ChainRun(prepared, builder, mover, random, versions)
         prepared.stage(call.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
         try:
             assert library.chain is not None
             with output_noted(made.told):
-                made.result, made.why = library.chain(
-                    lambda stream: self._run(
-                        prepared, call, kept, subject.function, builder.around
-                    ),
-                    builder,
-                )
+                made.result, made.why = library.chain(run, builder)
         except (NotGraphable, ContextPoisonedError):
             raise
         except Exception as error:
@@ -286,7 +302,18 @@ class Maker:
         line.state |= self.changed(call.state, made.versions)
         self._note_saved(call, made, chain)
         captured.chain, captured.marks = chain, marks
-        captured.owner = [graph.owner for graph in links.graphs]
+        captured.owner = [graph.owner for graph in links.graphs], made.mover
+        if made.mover is not None:
+            first, count = links.graphs[0].nodes(), len(made.prepared.inputs)
+            if not chain.links:
+                captured.moves = Moves(first, count, made.moved)
+            else:
+                begins, moves = chain.links[0].executable, Moves(first, count, ())
+                assert begins is not None
+                captured.stage = partial(moves.stage, begins, library.address)
+                if made.moved:
+                    captured.moves = Moves(links.graphs[-1].nodes(), 0, made.moved)
+            captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in made.moved])
         links.graphs[-1].owner = captured
         return links.last, captured
 

@@ -508,8 +508,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             self._next()
 
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        for argument, value in _arguments(func, args, kwargs):
-            if _is_written(argument):
+        for value, written in _arguments(func, args, kwargs):
+            if written:
                 for leaf in _leaves(value):
                     if not (_is_tensor(leaf) and self._is_there(leaf)):
                         continue
@@ -608,8 +608,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def _read_on_host(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Returns the CPU tensors that an operation reads."""
         found = []
-        for argument, value in _arguments(func, args, kwargs):
-            if not _is_written(argument):
+        for value, written in _arguments(func, args, kwargs):
+            if not written:
                 found += [leaf for leaf in _leaves(value) if _is_tensor(leaf)]
         return [tensor for tensor in found if not self._is_there(tensor)]
 
@@ -740,19 +740,17 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return bytes(plain.view(-1).view(torch.uint8).numpy())
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the arguments of an operation with their descriptions."""
-    for index, argument in enumerate(func._schema.arguments):
-        if index < len(args):
-            yield argument, args[index]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
+def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
+    """Yields the arguments of an operation, each with True if the operation writes it.
 
-
-def _is_written(argument: Any) -> bool:
-    """True if an operation writes an argument; batch norm does, against its schema."""
-    written = argument.alias_info is not None and argument.alias_info.is_write
-    return written or argument.name in ("running_mean", "running_var")
+    Batch norm writes its statistics in training, against its schema."""
+    arguments = func._schema.arguments
+    named = {**dict(zip([each.name for each in arguments], args, strict=False)), **kwargs}
+    against = ("running_mean", "running_var") if named.get("training", True) else ()
+    for each in arguments:
+        if each.name in named:
+            written = each.alias_info is not None and each.alias_info.is_write
+            yield named[each.name], written or each.name in against
 
 
 @contextmanager
@@ -892,7 +890,10 @@ class _Captor:
         """Copies of CPU tensors, from which graphs copy."""
 
     def begin(self) -> Segment:
-        return _ByTorch(self._captures) if self._captures.by_torch else _Own(self._captures)
+        kind = _ByTorch if self._captures.by_torch else _Own
+        segment = kind(self._captures)
+        self._parts.begun(self._captures.beside()[1])
+        return segment
 
     def launch(self, graph: Graph) -> None:
         self.graphs.append(graph)
