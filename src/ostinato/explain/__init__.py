@@ -18,7 +18,7 @@ from ostinato.explain.races import unordered
 from ostinato.explain.report import BlackBoxReport, NodeReport, ReplayReport
 from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
 from ostinato.graph.flat import FlatNode
-from ostinato.graph.timing import NodeTime, NodeTimes
+from ostinato.graph.timing import NodeSampler, NodeTime, NodeTimes
 
 __all__ = [
     "AuditReport",
@@ -29,6 +29,7 @@ __all__ = [
     "FlatNode",
     "KnownMemory",
     "NodeReport",
+    "NodeSampler",
     "NodeTime",
     "NodeTimes",
     "Percentiles",

@@ -12,12 +12,15 @@ benchmarks/results/profile-1B-nvidia-h200.json) where a kernel takes less than o
 
 from __future__ import annotations
 
+import logging
 import statistics
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +35,11 @@ from ostinato.driver.api import (
     not_null,
     whole_number,
 )
+from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import CallKind, Context
+from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Event, Stream, require_stream
-from ostinato.errors import CaptureError, InputError
+from ostinato.errors import CaptureError, InputError, OstinatoError
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.probes import probe
 from ostinato.graph.show.demangle import demangled
@@ -42,6 +47,7 @@ from ostinato.graph.show.outline import kind_text, line_text, shorten
 from ostinato.launching import prepare
 from ostinato.memory.buffer import allocate
 
+_log = logging.getLogger(__name__)
 _PAIRS = 8
 """Timers without a node between them, whose time is subtracted."""
 _WARM = 3
@@ -73,7 +79,8 @@ class NodeTimes:
     """The times of all nodes of an executable that do work, made by `GraphExec.profile`.
 
     `print` shows a table: a row for each node, or for each name if there are more than 40 nodes.
-    `replay` is the time of a replay of the executable itself, in a row of replays, in seconds;
+    `replay` is the time of a replay of the executable itself, in a row of replays, in seconds (of a
+    `NodeSampler` that of single replays, with the host's time if the device waits for it);
     `timer` the time of a timer, which is subtracted from each node's.  `overlap`: kernels of the
     executable may start before their predecessors end (programmatic launch), which no kernel of the
     twin does; then the sum of the nodes is larger than it need be.
@@ -150,20 +157,22 @@ def trace_event(
 
 
 class _Twin:
-    """The twin of an executable, as the driver's graph; closed by the caller."""
+    """The twin of an executable for one stream, as the driver's graph; `held` closes it."""
 
-    def __init__(self, flat: Sequence[FlatNode], context: Context, held: ExitStack) -> None:
+    def __init__(self, flat: Sequence[FlatNode], stream: Stream, held: ExitStack) -> None:
+        context = stream.context
         self._driver, self.flat = context.driver, flat
         self._stamp = probe(context, "ostinato_stamp")
         self.slots = held.enter_context(allocate(context, len(flat) + _PAIRS + 1, np.uint64))
         self._graph = not_null(self._driver.graph_create(), "graph")
-        held.callback(context.retire, partial(self._driver.graph_destroy, self._graph))
+        held.callback(context.retire, partial(self._driver.graph_destroy, self._graph), (stream,))
         self._used = 0
         self.timed: list[tuple[int, int, tuple[int, ...]]] = []
         """The place, the timer, and the timers before, of each node that does work."""
         self._build()
         self.executable = not_null(self._driver.graph_instantiate(self._graph), "executable")
-        held.callback(context.retire, partial(self._driver.exec_destroy, self.executable))
+        destroy = partial(self._driver.exec_destroy, self.executable)
+        held.callback(context.retire, destroy, (stream,))
 
     def _add(self, after: Sequence[NodeHandle], params: NodeParams) -> NodeHandle:
         return self._driver.graph_add_node(self._graph, after, params)
@@ -202,15 +211,10 @@ def profile(
 ) -> NodeTimes:
     """Implements `GraphExec.profile`.  `launch` launches the executable of these nodes; `before` is
     called before each launch of the twin."""
-    require_stream(stream, "profile(stream=…)")
-    count = whole_number(replays)
-    if count is None or count < 1:
-        raise InputError(f"replays={replays!r}: a whole number of 1 or more is needed")
-    if stream.is_capturing():
-        raise CaptureError("profile: the stream is capturing (the capture goes on)")
+    count = _require(stream, replays)
     context = stream.context
     with ExitStack() as held:
-        twin = _Twin(flat, context, held)
+        twin = _Twin(flat, stream, held)
         events = [held.enter_context(Event(context, timing=True)) for _ in range(2)]
         for number in range(_WARM + count):
             if number == _WARM:
@@ -226,13 +230,25 @@ def profile(
             run = partial(context.driver.exec_launch, twin.executable)
             stream.guarded("a timed graph", run, CallKind.ONCE)
             stamps.append(twin.slots.to_numpy(stream))
-    seconds = (np.array(stamps[_WARM:]) - np.min(stamps)).astype(np.float64) / 1e9
-    kernels = (one.node.params for one in flat if isinstance(one.node.params, KernelNodeParams))
-    return _times(twin, seconds, replay, any(params.config.programmatic for params in kernels))
+    return _times(twin, stamps[_WARM:], replay)
 
 
-def _times(twin: _Twin, stamps: npt.NDArray[np.float64], replay: float, overlap: bool) -> NodeTimes:
-    """`stamps`: seconds, a row for each replay of the twin."""
+def _require(stream: Stream, replays: int) -> int:
+    """Returns the number of replays.  Raises InputError, CaptureError."""
+    require_stream(stream, "profile(stream=…)")
+    count = whole_number(replays)
+    if count is None or count < 1:
+        raise InputError(f"replays={replays!r}: a whole number of 1 or more is needed")
+    if stream.is_capturing():
+        raise CaptureError("profile: the stream is capturing (the capture goes on)")
+    return count
+
+
+def _times(twin: _Twin, slots: Sequence[npt.NDArray[np.uint64]], replay: float) -> NodeTimes:
+    """`slots`: the content of the twin's after each of its replays."""
+    stamps = (np.array(slots) - np.min(slots)).astype(np.float64) / 1e9
+    kernels = [one.node.params for one in twin.flat]
+    overlap = any(isinstance(p, KernelNodeParams) and p.config.programmatic for p in kernels)
     timer = float(np.median(np.diff(stamps[:, : _PAIRS + 1])))
     middle = stamps[np.argsort(np.ptp(stamps, axis=1))[len(stamps) // 2]]
     middle = middle - middle[_PAIRS]
@@ -255,3 +271,195 @@ def _times(twin: _Twin, stamps: npt.NDArray[np.float64], replay: float, overlap:
             )
         )
     return NodeTimes(tuple(nodes), len(stamps), replay, timer, overlap)
+
+
+class _Executable(Protocol):
+    """The part of `GraphExec` that a sampler needs."""
+
+    context: Context
+
+    @property
+    def streams(self) -> tuple[Stream, ...]: ...
+    def flat_nodes(self) -> tuple[FlatNode, ...]: ...
+    def revision(self) -> int: ...
+    def cool(self) -> None: ...
+
+
+class NodeSampler(Closeable):
+    """Times one in so many of the launches that a program makes anyway; made by
+    `GraphExec.profile(sample=…)`, which has the rules.
+
+        with run.profile(stream=stream, sample=1000) as sampler:
+            serve()                      # launches the executable
+            print(sampler.times())
+
+    `close()`, or the end of the `with` block, ends it; `times()` still works then.
+    """
+
+    def __init__(self, run: _Executable, stream: Stream, replays: int, sample: int) -> None:
+        count, every = _require(stream, replays), whole_number(sample)
+        if every is None or every < 2:
+            raise InputError(f"sample={sample!r}: one in so many, a whole number of 2 or more")
+        context = run.context
+        context.require_same(stream.context, "profile: the stream", "the executable is of")
+        self.closed = False
+        self.stopped = ""
+        """The error after which no launch is timed any more; "" without one."""
+        self._run = weakref.ref(run)  # which has this
+        self._stream, self._every, self._left = stream, every, 2
+        self._lock = new_lock()
+        self._slots: deque[npt.NDArray[np.uint64]] = deque(maxlen=count)
+        self._replays: deque[float] = deque(maxlen=count)
+        self._pending = self._ready = False
+        self._begin, self._end = (Event(context, timing=True) for _ in range(2))
+        self._done, self._before = (Event(context) for _ in range(2))
+        self._driver = context.driver
+        """Called directly: the stream's own calls raise what host functions have raised, and that
+        belongs to a call of the program's."""
+        self._held = ExitStack()
+        self._finalizer = weakref.finalize(self, context.retire, self._held.close, (stream,))
+        self._finalizer.atexit = False
+        self._nodes: object = None
+        """By what the rows of two twins can be told to be of the same nodes."""
+        self._follow(run)
+
+    def __repr__(self) -> str:
+        state = f", stopped: {self.stopped}" if self.stopped else ", closed" if self.closed else ""
+        return f"<NodeSampler of one launch in {self._every}, {len(self._slots)} timed{state}>"
+
+    def times(self) -> NodeTimes:
+        """Returns the times of the latest `replays` launches that were timed and have finished; a
+        table without nodes if there is none yet.  Does not wait.  Raises DriverError."""
+        context = self._stream.context
+        with self._lock:
+            if not context.closed:
+                with context.relaxed():
+                    self._collect()
+            if not self._slots:
+                return NodeTimes((), 0, 0.0, 0.0, False)
+            return _times(self._twin, self._slots, statistics.median(self._replays))
+
+    def close(self) -> None:
+        """Makes all launches go the usual way again.  Waits for a launch that is being timed.
+        Idempotent."""
+        run = self._run()
+        with self._lock:
+            if self._pending:  # later launches, on any stream, must come after it
+                self._tried(self._finished)
+            self.closed = True
+        if run is not None:
+            run.cool()
+        self._finalizer()
+
+    # --- launches
+    def around(self, stream: Stream, call: Callable[[], int]) -> Callable[[], int]:
+        """Returns what launches the executable on a stream, with its `call`; the result is a
+        status, like that of `call`."""
+        if stream is self._stream:
+            return partial(self._counted, call)
+        return partial(self._ordered, stream, call)
+
+    def _ordered(self, stream: Stream, call: Callable[[], int]) -> int:
+        """Launches on another stream.  Launches of one executable wait for each other, but not for
+        those of its twin."""
+        if self._pending:
+            self._driver.stream_wait_event(stream.handle, self._done.handle)
+        return call()
+
+    def _counted(self, call: Callable[[], int]) -> int:
+        self._left -= 1
+        if self._left > 1:
+            return call()
+        with self._lock:
+            if self._left == 1:  # the launch before the one that is timed gives `NodeTimes.replay`
+                self._ready = self._tried(self._begun)
+                status = call()
+                self._ready = self._ready and not status and self._tried(self._ended)
+                return status
+            self._left = self._every
+            if not (self._ready and self._tried(self._launched)):
+                return call()
+            self._tried(self._noted)
+            return 0
+
+    def _tried(self, step: Callable[[], bool]) -> bool:
+        """True if a step was done.  An error ends the timing, not the program's launch."""
+        if self.closed or self.stopped:
+            return False
+        try:
+            with self._stream.context.relaxed():  # it may be another thread that captures
+                return step()
+        except OstinatoError as error:
+            self.stopped, self._pending = str(error), False
+            _log.warning("launches are not timed any more: %s", self.stopped)
+            return False
+
+    def _begun(self) -> bool:
+        if not self._free():
+            return False
+        self._collect()
+        if self._pending:
+            return False
+        self._driver.event_record(self._begin.handle, self._stream.handle)
+        return True
+
+    def _ended(self) -> bool:
+        self._driver.event_record(self._end.handle, self._stream.handle)
+        return True
+
+    def _launched(self) -> bool:
+        run = self._run()
+        if run is None or not self._free():
+            return False
+        if run.revision() != self._revision:
+            self._follow(run)
+        for other in self._others(run):
+            self._driver.event_record(self._before.handle, other.handle)
+            self._driver.stream_wait_event(self._stream.handle, self._before.handle)
+        self._driver.exec_launch(self._twin.executable, self._stream.handle)
+        return True
+
+    def _noted(self) -> bool:
+        self._pending = True
+        host, slots, stream = self._host, self._twin.slots, self._stream.handle
+        self._driver.memcpy(host.address, slots.address, slots.nbytes, stream)
+        self._driver.event_record(self._done.handle, stream)
+        return True
+
+    def _finished(self) -> bool:
+        self._driver.event_synchronize(self._done.handle)
+        self._collect()
+        return True
+
+    def _others(self, run: _Executable) -> list[Stream]:
+        return [one for one in run.streams if one is not self._stream and not one.closed]
+
+    def _free(self) -> bool:
+        """False if another library captures on a stream of the executable: its events would pull
+        the others into the capture.  Launches during captures of this library do not come here."""
+        run = self._run()
+        streams = [self._stream, *(() if run is None else self._others(run))]
+        return not any(stream.is_capturing() for stream in streams)
+
+    def _collect(self) -> None:
+        """Takes the answer of the last launch that was timed, if it is there."""
+        if self._pending and self._driver.event_query(self._done.handle):
+            self._pending = False
+            self._slots.append(self._host.array.copy())
+            self._replays.append(self._end.elapsed_since(self._begin))
+
+    def _follow(self, run: _Executable) -> None:
+        """Makes the twin of what the executable launches next."""
+        self._revision, flat, context = run.revision(), run.flat_nodes(), run.context
+        with ExitStack() as made:
+            twin = _Twin(flat, self._stream, made)
+            self._host = made.enter_context(
+                allocate(context, twin.slots.size, np.uint64, pinned=True)
+            )
+            context.retire(self._held.pop_all().close, (self._stream,))
+            self._held.push(made.pop_all())
+        nodes = [(one.path, one.node.kind, one.node.name) for one in flat], twin.timed
+        if self._slots and nodes != self._nodes:
+            self._slots.clear()
+            self._replays.clear()
+        self._twin, self._nodes = twin, nodes
