@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TypeVar
@@ -56,6 +56,26 @@ def require_callable(function: object) -> None:
     """Raises InputError if a host function is not callable: the driver would call it much later."""
     if not callable(function):
         raise InputError(f"a host function is called, and {function!r} cannot be")
+
+
+def wait_for_streams(stream: Stream, others: Iterable[Stream]) -> bool:
+    """Makes later work of a stream wait for what others hold by now, closed ones too.
+
+    Returns False if one of them captures, so that its work cannot be waited for.
+    """
+    if stream.is_capturing():
+        return False
+    driver = stream.context.driver
+    for other in others:
+        if other is not stream:
+            event = other.mark()
+            if event is None:
+                return False
+            try:
+                driver.stream_wait_event(stream.handle, event)
+            finally:
+                driver.event_destroy(event)
+    return True
 
 
 def require_stream(stream: object, call: str, context: Context | None = None) -> None:

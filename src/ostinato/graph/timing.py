@@ -38,7 +38,7 @@ from ostinato.driver.api import (
 from ostinato.driver.closeable import Closeable
 from ostinato.driver.context import CallKind, Context
 from ostinato.driver.forking import new_lock
-from ostinato.driver.stream import Event, Stream, require_stream
+from ostinato.driver.stream import Event, Stream, require_stream, wait_for_streams
 from ostinato.errors import CaptureError, InputError, OstinatoError
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.probes import probe
@@ -312,7 +312,7 @@ class NodeSampler(Closeable):
         self._replays: deque[float] = deque(maxlen=count)
         self._pending = self._ready = False
         self._begin, self._end = (Event(context, timing=True) for _ in range(2))
-        self._done, self._before = (Event(context) for _ in range(2))
+        self._done = Event(context)
         self._driver = context.driver
         """Called directly: the stream's own calls raise what host functions have raised, and that
         belongs to a call of the program's."""
@@ -395,7 +395,7 @@ class NodeSampler(Closeable):
             return False
 
     def _begun(self) -> bool:
-        if not self._free():
+        if self._stream.is_capturing():
             return False
         self._collect()
         if self._pending:
@@ -409,13 +409,10 @@ class NodeSampler(Closeable):
 
     def _launched(self) -> bool:
         run = self._run()
-        if run is None or not self._free():
+        if run is None or not wait_for_streams(self._stream, run.streams):
             return False
         if run.revision() != self._revision:
             self._follow(run)
-        for other in self._others(run):
-            self._driver.event_record(self._before.handle, other.handle)
-            self._driver.stream_wait_event(self._stream.handle, self._before.handle)
         self._driver.exec_launch(self._twin.executable, self._stream.handle)
         return True
 
@@ -430,16 +427,6 @@ class NodeSampler(Closeable):
         self._driver.event_synchronize(self._done.handle)
         self._collect()
         return True
-
-    def _others(self, run: _Executable) -> list[Stream]:
-        return [one for one in run.streams if one is not self._stream and not one.closed]
-
-    def _free(self) -> bool:
-        """False if another library captures on a stream of the executable: its events would pull
-        the others into the capture.  Launches during captures of this library do not come here."""
-        run = self._run()
-        streams = [self._stream, *(() if run is None else self._others(run))]
-        return not any(stream.is_capturing() for stream in streams)
 
     def _collect(self) -> None:
         """Takes the answer of the last launch that was timed, if it is there."""
