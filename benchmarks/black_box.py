@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import ostinato as ost
 from benchmarks import common
@@ -25,8 +26,14 @@ from benchmarks.common import Chain
 from ostinato.bench.floor import device_us
 
 _LENGTH, _REPLAYS, _ROUNDS, _BURST = 300, 100, 7, 8
-_CASES = {"before": 0, "a mark a node": 1, "a mark every tenth": 10, "after": 0}
-"""After how many nodes there is a mark; 0: no box."""
+_CASES: dict[str, dict[str, Any] | None] = {
+    "before": None,
+    "a mark a node": {"every": 1},
+    "a mark a node, no inputs": {"every": 1, "inputs": 0},
+    "a mark every tenth": {"every": 10},
+    "after": None,
+}
+"""The options of the box, or None."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run.launch(stream)
 
         least = 0.0
-        for case, every in _CASES.items():
-            with ost.black_box(every=every) if every else nullcontext():
+        for case, box in _CASES.items():
+            with nullcontext() if box is None else ost.black_box(**box):
                 run.launch(stream)  # makes the twin
                 chain.check(case, stream)
                 replay = device_us(device, stream, many, rounds) / replays

@@ -39,10 +39,12 @@ RANKS = {
     "serve": 9,
     "cli": 10,
 }
-# Between neighbours: settings raises errors, signatures of graph and state name the device, and a
-# launch becomes a node of a graph, which a program that only launches does not import.
+# Between neighbours: settings raises errors, signatures of graph and state name the device, a
+# launch becomes a node of a graph, which a program that only launches does not import, and the
+# report of a fault has the graph in a file.
 NEIGHBOURS = {
     *(("settings", "errors"), ("graph", "device"), ("state", "device"), ("graph", "launching")),
+    ("explain", "graphfile"),
 }
 # Where a foreign library may be imported.
 HOMES = {

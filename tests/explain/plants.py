@@ -183,6 +183,11 @@ class Plant:
     stale: bool = False
     """The memory is freed after the first replay, as if a rebind was forgotten."""
 
+    @property
+    def again(self) -> bool:
+        """True if it fails again from a graph file, where no memory is freed."""
+        return self.bad != "freed"
+
 
 PLANTS = {
     **{f"{bad}-chain": Plant(bad, chain, ("1",)) for bad in BAD},
@@ -226,8 +231,16 @@ def planted(name: str, device: Device, folder: str) -> dict[str, Any]:
             "running": [node.path for replay in report.replays for node in replay.running],
             "text": str(error),
             "file": report.file,
+            "graph": next(replay.file for replay in report.replays),
         }
     return {"running": [], "text": "no fault", "file": None}
+
+
+def running(report: str) -> list[str]:
+    """The paths of the nodes that may have been running, from what `autopsy --json` prints."""
+    replays = json.loads(report)["replays"]
+    nodes = [node for replay in replays for node in replay["nodes"]]
+    return [node["path"] for node in nodes if node["state"] == "running"]
 
 
 def hang(device: Device) -> dict[str, Any]:

@@ -10,10 +10,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ostinato as ost
@@ -22,13 +23,16 @@ from ostinato.driver import launcher
 from ostinato.driver.api import AllocNodeParams
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ContextPoisonedError, InputError, NotReadyError, SettingsError, Status
-from ostinato.explain import BlackBoxReport
+from ostinato.explain import BlackBoxReport, ReplayReport
 from ostinato.explain.crumbs import CrumbTwin
+from ostinato.explain.inputs import NotedInputs
+from ostinato.graphfile.container import open_file
 from ostinato.settings import BLACK_BOX
 from ostinato.testing import HeldStream
 from tests.cli.commands import here, refused
 from tests.explain import plants
 from tests.explain.plants import ONE, PLANTS, ROW, Ground, N, chain
+from tests.graphfile import file_kernels
 
 TRAP = ("trap", ONE)
 
@@ -399,7 +403,16 @@ def test_the_file_holds_the_report_and_the_command_prints_it(
     refused(here("autopsy", report.file, "--device", "host"), "is a report, which is not replayed")
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"ostinato_fault": 2}', "[1]", '{"ostinato_fault":1}'])
+OTHERS = ["", "{}", '{"ostinato_fault": 2}', "[1]", '{"ostinato_fault":1}', "[" * 100_000]
+OTHERS.append(
+    '{"ostinato_fault": 1, "device": "host", "memory": [], "notes": [], "replays": [{"graph": "", '
+    '"every": 1, "nodes": [{"path": 1, "name": "", "kind": "", "state": "running", "launch": "", '
+    '"line": "", "pointers": []}, {"path": 2, "name": "", "kind": "", "state": "running", '
+    '"launch": "", "line": "", "pointers": []}]}]}'
+)
+
+
+@pytest.mark.parametrize("text", OTHERS, ids=range(len(OTHERS)))
 def test_another_file_is_no_report(text: str, tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
@@ -441,7 +454,7 @@ def test_the_environment_arms_a_box_for_a_process(wait: str, tmp_path: Path) -> 
     )
     assert ended.returncode == 1
     assert "node 1 (trap), kernel" in ended.stderr and "finished: node 0" in ended.stderr
-    assert len([*(tmp_path / "faults").iterdir()]) == 1
+    assert sorted(one.suffix for one in (tmp_path / "faults").iterdir()) == [".graph", ".json"]
 
 
 def test_the_variable_takes_the_usual_words_and_numbers() -> None:
@@ -471,7 +484,7 @@ def test_nothing_is_left_of_a_box(device: Device) -> None:
     gc.collect()
     device.synchronize()
     assert device.context.retired == 0
-    assert not [thing for thing in gc.get_objects() if isinstance(thing, CrumbTwin)]
+    assert not [one for one in gc.get_objects() if isinstance(one, CrumbTwin | NotedInputs)]
 
 
 def test_a_closed_device_lets_go_of_its_twins() -> None:
@@ -508,3 +521,176 @@ def test_a_twin_that_no_longer_fits_goes_with_its_launches(host: Device) -> None
         gc.collect()
         host.synchronize()
         assert len(box._kept) == 0
+
+
+# --- the graph and the inputs of a replay that failed
+@pytest.mark.parametrize("name", [name for name, plant in PLANTS.items() if plant.again])
+def test_an_autopsy_of_the_graph_file_names_the_planted_node(
+    name: str, host: Device, tmp_path: Path
+) -> None:
+    plant, found = PLANTS[name], plants.planted(name, host, str(tmp_path))
+    answer = here("autopsy", str(found["graph"]), "--device", "host", "--json")
+    assert plant.running[0] in plants.running(answer.out), (answer, found["text"])
+
+
+def file_of(ground: Ground, run: ost.GraphExec, launches: int = 1, **options: Any) -> ReplayReport:
+    """What is reported of the one replay that failed, of so many that were launched at once."""
+    with pytest.raises(ContextPoisonedError) as caught, ost.black_box(**options):
+        with HeldStream(ground.stream):
+            for _ in range(launches):
+                run.launch(ground.stream)
+        ground.stream.synchronize()
+    assert isinstance(caught.value.report, BlackBoxReport)
+    (replay,) = caught.value.report.replays
+    assert (replay.file or replay.not_saved) in str(caught.value)
+    return replay
+
+
+def inputs_in(file: str | None) -> dict[str, list[float]]:
+    assert file is not None
+    with open_device("host") as device:
+        loaded, stream = ost.graphfile.load(device, file), device.create_stream()
+        return {name: b.to_numpy(stream).tolist() for name, b in loaded.inputs.items()}
+
+
+def test_the_replay_that_failed_is_replayed_from_its_file(ground: Ground, tmp_path: Path) -> None:
+    """The third one, so it fails by what its inputs hold; others were launched behind it."""
+    replay = file_of(ground, trapped(ground, turn=3), launches=5)
+    command = ("autopsy", str(replay.file), "--device", "host")
+    again = json.loads(here(*command, "--json").out)
+    states = [node["state"] for node in again["replays"][0]["nodes"]]
+    assert states == ["finished", "running", "waiting", "waiting"]
+    assert len([*(tmp_path / "faults").glob("*.graph")]) == 1, "an autopsy makes no other"
+    given = tmp_path / "in.npz"
+    (name,) = (name for name in inputs_in(replay.file) if name.startswith("count."))
+    np.savez(given, **{name: np.zeros(1, np.uint32)})
+    answer = here(*command, "--inputs", str(given))
+    assert answer.status == 0 and "no node failed" in answer.out, answer.err
+
+
+def test_the_inputs_are_those_of_the_replay_that_failed(ground: Ground) -> None:
+    found = inputs_in(file_of(ground, trapped(ground, turn=3), launches=5).file)
+    before = {name.split(".")[0]: values[0] for name, values in found.items()}
+    assert before == {"count": 2, "x": 4, "y": 4}, "after two replays, which double x"
+
+
+def test_launches_on_another_stream_leave_the_inputs_of_a_replay_under_way(ground: Ground) -> None:
+    graph, device = ost.Graph.create(ground.device), ground.device
+    first = graph.add_kernel(ground.kernel("twice"), ROW, ground.x)
+    wait = graph.add_kernel(ground.kernel("spin"), ONE, 1, after=[first])
+    graph.add_kernel(ground.kernel("trap"), ONE, ground.count, 1, after=[wait])
+    run, side = graph.instantiate(), device.create_stream()
+    with pytest.raises(ContextPoisonedError) as caught, ost.black_box() as box:
+        run.launch(ground.stream)
+        while not any(_begun()):
+            pass
+        with suppress(ContextPoisonedError):
+            run.launch(side)
+        ground.stream.synchronize()
+    assert caught.value.report is box.report and box.report is not None
+    found = inputs_in(box.report.replays[0].file)
+    assert found["x.0"][0] == 1, "what it was before the replay"
+
+
+def picking(ground: Ground) -> ost.GraphExec:
+    """y = x[at], out of bounds: `x` is large and read alone, `filled` is written alone."""
+    device = ground.device
+    x = device.array(np.arange(1000, dtype=np.int32), name="x")
+    at, y = device.array([1, 2, 1000], "i4", name="at"), device.zeros(3, "i4", name="y")
+    graph = ost.Graph.create(device)
+    pick = file_kernels.kernel(device, file_kernels.pick)
+    filled = graph.add_fill(device.zeros(1, "i4", name="filled"), 1)
+    graph.add_kernel(pick, ONE, x, at, y, 3, after=[filled])
+    return graph.instantiate()
+
+
+@pytest.mark.parametrize(("most", "names"), [("1 MiB", ["at", "x", "y"]), (100, ["at", "y"])])
+def test_the_smallest_memory_is_noted_up_to_a_limit(
+    ground: Ground, most: Any, names: list[str]
+) -> None:
+    replay = file_of(ground, picking(ground), inputs=most)
+    answer = here("autopsy", str(replay.file), "--device", "host")
+    assert "node 1 (pick), kernel" in answer.out, answer.err
+    assert ("zeros: x." in answer.err) == ("x" not in names)
+    with open_file(Path(str(replay.file))) as contents:
+        found = contents.manifest.names("input")
+    assert sorted(name.split(".")[0] for name in found) == names
+
+
+def test_without_inputs_there_is_no_graph_file(ground: Ground, tmp_path: Path) -> None:
+    replay = file_of(ground, picking(ground), inputs=0)
+    assert replay.file is None and not replay.not_saved
+    assert [one.suffix for one in (tmp_path / "faults").iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_a_changed_executable_is_in_no_file(ground: Ground, when: str) -> None:
+    """A file is of the graph, which would do other work."""
+    run = trapped(ground, turn=9)
+    with pytest.raises(ContextPoisonedError, match="in no file: it was changed ") as caught:  # noqa: SIM117
+        with ost.black_box():
+            for number in range(2):
+                if number == (when == "between"):
+                    run.set(1, "turn", 2)
+                run.launch(ground.stream)
+            ground.stream.synchronize()
+    assert isinstance(caught.value.report, BlackBoxReport)
+    assert caught.value.report.replays[0].file is None
+
+
+def test_a_kernel_that_no_other_process_finds_is_in_no_file(ground: Ground) -> None:
+    @ost.host_kernel("x: *f32")
+    def local(launch: Any, x: Any) -> None:
+        raise RuntimeError("planted")
+
+    graph = ost.Graph.create(ground.device)
+    graph.add_kernel(ground.device.kernel(local), ONE, ground.x)
+    replay = file_of(ground, graph.instantiate())
+    assert replay.file is None and "local" in replay.not_saved
+
+
+def test_memory_that_was_freed_is_not_read(ground: Ground) -> None:
+    """By other code, so that the launch is not refused; the copy would fault itself."""
+    address, graph = ground.allocated(), ost.Graph.create(ground.device)
+    chain(ground, graph, ("touch", ONE, (address, 0)))
+    run = graph.instantiate()
+    with pytest.raises(ContextPoisonedError, match="was freed before its last launch"):  # noqa: SIM117
+        with ost.black_box(inputs="1 GiB"):
+            run.launch(ground.stream)
+            ground.stream.synchronize()
+            ground.free_all()
+            run.launch(ground.stream)
+            ground.stream.synchronize()
+
+
+@pytest.mark.parametrize("most", [1, 20_000])
+def test_a_full_disk_costs_only_the_files(ground: Ground, tmp_path: Path, most: int) -> None:
+    resource = pytest.importorskip("resource")
+    graph, big = ost.Graph.create(ground.device), ground.device.zeros(25_000, "f4", name="big")
+    first = graph.add_kernel(ground.kernel("touch"), ONE, big, 0)
+    graph.add_kernel(ground.kernel("trap"), ONE, ground.count, 1, after=[first])
+    run = graph.instantiate()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        error = fault_of(ground, run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "node 1 (trap)" in str(error)
+    assert "graph and inputs are in no file: [Errno 27]" in str(error)
+    assert ("no report file: [Errno 27]" in str(error)) == (most == 1)
+    left = [one.suffix for one in (tmp_path / "faults").iterdir()]
+    assert left == ([] if most == 1 else [".json"])
+
+
+def test_files_that_were_cut_off_are_refused_in_one_line(ground: Ground) -> None:
+    error = fault_of(ground, trapped(ground))
+    assert isinstance(error.report, BlackBoxReport) and error.report.file is not None
+    for file in (error.report.file, error.report.replays[0].file):
+        assert file is not None
+        path, whole = Path(file), Path(file).read_bytes()
+        for part in (0, 1, 3, len(whole) // 2, len(whole) - 1):
+            path.write_bytes(whole[:part])
+            answer = here("autopsy", file, "--device", "host")
+            assert answer.status == 2 and path.name in answer.err, (part, answer.err)
+            assert "Traceback" not in answer.err

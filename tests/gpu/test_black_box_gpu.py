@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ostinato.device import Device
-from tests.explain.plants import PLANTS
+from tests.explain.plants import PLANTS, running
 from tests.gpu import black_box_torch
 from tests.gpu.foreign import library
 
@@ -32,6 +32,13 @@ def test_the_error_names_the_planted_node(name: str, cuda_device: Device, tmp_pa
     assert plant.running[0] in found["running"], found["text"]
     assert set(found["running"]) <= set(plant.running), found["text"]
     assert Path(found["file"]).parent == tmp_path
+    if plant.again:  # in a process that knows only the file
+        assert found["graph"] is not None, found["text"]
+        command = [sys.executable, "-m", "ostinato", "autopsy", found["graph"], "--json"]
+        command += ["--device", cuda_device.name]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+        assert plant.running[0] in running(ended.stdout), ended.stdout
 
 
 def test_a_hang_is_named(cuda_device: Device, tmp_path: Path) -> None:

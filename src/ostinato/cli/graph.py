@@ -7,6 +7,7 @@ import io
 import json
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,6 +125,21 @@ def run(
     device: DeviceName = None,
 ) -> None:
     """Load a graph and launch it."""
+    replay(path, inputs, outputs, constants, code, times, device)
+
+
+def replay(
+    path: Path,
+    inputs: Path | None,
+    outputs: Path | None,
+    constants: Path | Mapping[str, NDArray[Any]] | None,
+    code: Path | None,
+    times: int,
+    device: str | None,
+    *,
+    stored: bool = False,
+) -> None:
+    """Implements `run`.  `stored`: inputs that are not given are those of the file, not zeros."""
     import numpy as np
 
     import ostinato as ost
@@ -141,6 +157,8 @@ def run(
                 param_hint="--inputs",
             )
         for name, buffer in loaded.inputs.items():
+            if stored and name not in given:
+                continue
             values = given.get(name, np.zeros(buffer.shape, buffer.dtype))
             try:
                 buffer.set(values, stream)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from ostinato import settings
-from ostinato.driver.api import KernelNodeParams, MemoryRange
+from ostinato.driver.api import KernelNodeParams, MemoryRange, parse_bytes
 from ostinato.driver.context import Context, contexts, members
 from ostinato.driver.forking import new_lock
 from ostinato.driver.location import describe_line
@@ -46,6 +46,7 @@ from ostinato.explain.audit import (
     possible_pointers,
 )
 from ostinato.explain.crumbs import Area, CrumbTwin
+from ostinato.explain.inputs import NotedInputs
 from ostinato.explain.report import BlackBoxReport, NodeReport, ReplayReport
 from ostinato.files import replace_file
 from ostinato.graph import GraphExec, Node, every_node, executable
@@ -53,6 +54,7 @@ from ostinato.graph.show.outline import count_text, shape_text
 from ostinato.memory import Buffer
 
 _log = logging.getLogger(__name__)
+_INPUTS = "1 MiB"
 _FREED = 4096
 """The number of freed allocations that a box remembers."""
 
@@ -79,6 +81,7 @@ class _Watched:
     """A text by which a person knows the graph again."""
     why_not: str = ""
     noted: dict[MemoryRange, KnownMemory] = field(default_factory=dict)
+    inputs: NotedInputs | None = None
     let_go: weakref.finalize[..., GraphExec] | None = None
     """Called when the executable is gone, or needs another twin."""
 
@@ -108,7 +111,11 @@ class BlackBox:
     """A box that is armed in a `with` block; see `black_box`."""
 
     def __init__(
-        self, *runs: GraphExec, every: int = 1, folder: str | os.PathLike[str] | None = None
+        self,
+        *runs: GraphExec,
+        every: int = 1,
+        folder: str | os.PathLike[str] | None = None,
+        inputs: int | str = _INPUTS,
     ) -> None:
         if any(not isinstance(run, GraphExec) for run in runs):
             raise InputError("black_box: executables are needed (graph.instantiate()), or nothing")
@@ -119,6 +126,7 @@ class BlackBox:
         self._runs: weakref.WeakSet[GraphExec] | None = weakref.WeakSet(runs) if runs else None
         self._every = every
         self._folder = folder
+        self._inputs = parse_bytes(inputs, "inputs")
         self._lock = new_lock()
         self._watched: weakref.WeakKeyDictionary[GraphExec, _Watched] = weakref.WeakKeyDictionary()
         self._kept: set[_Watched] = set()
@@ -173,9 +181,12 @@ class BlackBox:
         with self._lock:
             watched = self._watched.get(run)
             if watched is not None and watched.twin is not None:
+                revision = watched.twin.revision
                 changed = watched.twin.follow(run)
                 if changed is not None:
                     watched.note(changed)
+                    if watched.twin.revision != revision and watched.inputs is not None:
+                        watched.inputs.give_up("it was changed between two launches")
                 else:
                     assert watched.let_go is not None
                     watched.let_go()
@@ -187,7 +198,11 @@ class BlackBox:
                 self._kept.add(watched)
                 watched.let_go = weakref.finalize(run, self._let_go, watched)
                 watched.let_go.atexit = False
-            return run if watched.twin is None else watched.twin.executable
+            if watched.twin is None:
+                return run
+            if watched.inputs is not None:
+                watched.inputs.note(stream, watched.streams)
+            return watched.twin.executable
 
     def _watch(self, run: GraphExec) -> _Watched:
         context = run.context
@@ -200,6 +215,9 @@ class BlackBox:
             watched.twin = CrumbTwin(run, self._every)
             watched.graph = _named(run)
             watched.note(every_node(run.nodes()))
+            if self._inputs:
+                watched.inputs = NotedInputs(run, self._inputs)
+                watched.twin.graph.keep.append(watched.inputs.host)
         except ContextPoisonedError:
             raise
         except OstinatoError as error:
@@ -224,16 +242,16 @@ class BlackBox:
         for context in self.contexts():
             known = self._lost.get(context)
             if known is None and _lost(context):
-                replays, memory = self.under_way(context)
-                known = BlackBoxReport(context.driver.name, replays, memory.known, self.notes())
-                self.report = known = self._lost[context] = self._written(known)
+                known = self.report = self._lost[context] = self._written(context)
             if known is not None:
                 return known
         return None
 
-    def under_way(self, context: Context) -> tuple[tuple[ReplayReport, ...], MemoryMap]:
-        """Returns the watched replays of a context that have begun and not ended, and what is known
-        of its memory."""
+    def under_way(
+        self, context: Context
+    ) -> tuple[list[tuple[ReplayReport, NotedInputs | None]], MemoryMap]:
+        """Returns the watched replays of a context that have begun and not ended, with their
+        inputs, and what is known of its memory."""
         watched = [each for each in tuple(self._kept) if each.context is context]
         noted = {at: memory for each in watched for at, memory in tuple(each.noted.items())}
         for freed in tuple(self._freed[context].ranges):
@@ -244,24 +262,42 @@ class BlackBox:
             twin = each.twin
             if twin is not None and twin.area.under_way(words := twin.words()):
                 nodes = tuple(_nodes(twin.area, words, memory, ""))
-                replays.append(ReplayReport(each.graph, twin.every, nodes))
-        return tuple(replays), memory
+                replays.append((ReplayReport(each.graph, twin.every, nodes), each.inputs))
+        return replays, memory
 
     def notes(self) -> tuple[str, ...]:
         """Returns the graphs that could not be watched, and why."""
         return tuple(each.why_not for each in tuple(self._kept) if each.why_not)
 
-    def _written(self, report: BlackBoxReport) -> BlackBoxReport:
-        """Writes the report to a file."""
+    def _written(self, context: Context) -> BlackBoxReport:
+        """Returns the report on a lost context, and writes it to files."""
+        found, memory = self.under_way(context)
+        replays = [replay for replay, _ in found]
+        notes = list(self.notes())
         try:
             folder = settings.cache_dir() / "faults" if self._folder is None else self._folder
             path = Path(folder) / f"fault-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            report = replace(report, file=str(path))
+            for number, (replay, inputs) in enumerate(found):
+                if inputs is not None:
+                    replays[number] = _saved(replay, inputs, path.with_suffix(f".{number}.graph"))
+            report = BlackBoxReport(
+                context.driver.name, tuple(replays), memory.known, tuple(notes), str(path)
+            )
             replace_file(path, json.dumps(report.to_dict(), indent=1).encode(), private=True)
             return report
         except (OSError, OstinatoError) as error:
-            return replace(report, file=None, notes=(*report.notes, f"no report file: {error}"))
+            notes.append(f"no report file: {error}")
+        return BlackBoxReport(context.driver.name, tuple(replays), memory.known, tuple(notes))
+
+
+def _saved(replay: ReplayReport, inputs: NotedInputs, path: Path) -> ReplayReport:
+    """Writes the graph and the inputs of a replay to a file, and returns its report with that."""
+    try:
+        inputs.write(path)
+    except (OSError, OstinatoError) as error:
+        return replace(replay, not_saved=str(error))
+    return replace(replay, file=str(path))
 
 
 def _nodes(area: Area, words: Sequence[int], memory: MemoryMap, above: str) -> Iterator[NodeReport]:
@@ -325,7 +361,7 @@ class _ReplayWatch:
             f"black box: {replay}"
             for box in _boxes
             for context in box.contexts()
-            for replay in box.under_way(context)[0]
+            for replay, _ in box.under_way(context)[0]
         ]
         lines = lines or ["black box: no watched replay is under way"]
         notes = [f"not watched: {note}" for box in _boxes for note in box.notes()]
@@ -358,7 +394,10 @@ def watch_process() -> None:
 
 
 def black_box(
-    *runs: GraphExec, every: int = 1, folder: str | os.PathLike[str] | None = None
+    *runs: GraphExec,
+    every: int = 1,
+    folder: str | os.PathLike[str] | None = None,
+    inputs: int | str = _INPUTS,
 ) -> BlackBox:
     """Watches replays in a `with` block: if one fails, the error names the node.
 
@@ -375,6 +414,11 @@ def black_box(
     in `folder` (a folder "faults" under `settings.cache_dir()`) is written for `ostinato autopsy`.
     A wait with a deadline (`Stream.synchronize`) names the nodes that have not finished.
 
+    `inputs`: before each launch so many bytes of the memory that its nodes may read are copied to
+    the host, the smallest allocations first.  After a fault they are written, with the graph, to a
+    graph file beside the report, if the graph can be saved and was not changed since it was made;
+    `ostinato autopsy` replays it.  0: nothing is copied, and there is no such file.
+
     Leaving the block waits for the device, and raises ContextPoisonedError if the context is lost,
     also if another library's error ends the block.
 
@@ -385,4 +429,4 @@ def black_box(
     closed; launches during captures.  Not guaranteed: that a fault comes with the marks, which
     change the timing and keep launches with `programmatic` from overlapping.  Raises InputError.
     """
-    return BlackBox(*runs, every=every, folder=folder)
+    return BlackBox(*runs, every=every, folder=folder, inputs=inputs)

@@ -42,12 +42,18 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """A replay under way: its nodes, and those inside of nodes that may have been running."""
+    """A replay under way: its nodes, and those inside of nodes that may have been running.
+
+    `file`: a graph file that starts with the inputs of this replay, or None; then `not_saved` says
+    why there is none.
+    """
 
     graph: str
     every: int
     """A mark was left after every so many nodes."""
     nodes: tuple[NodeReport, ...]
+    file: str | None = None
+    not_saved: str = ""
 
     @property
     def running(self) -> tuple[NodeReport, ...]:
@@ -65,6 +71,10 @@ class ReplayReport:
         for state, what in (("finished", "finished"), ("waiting", "not begun")):
             paths = [node.path for node in self.nodes if node.state == state]
             lines.append(f"  {what}: {_folded(paths) or 'none'}")
+        if self.file is not None:
+            lines.append(f"  graph and inputs: ostinato autopsy {self.file}")
+        elif self.not_saved:
+            lines.append(f"  graph and inputs are in no file: {self.not_saved}")
         return "\n".join(lines)
 
 
@@ -116,8 +126,10 @@ class BlackBoxReport:
                 for one in found["memory"]
             )
             notes = tuple(found["notes"])
-            return cls(found["device"], tuple(replays), tuple(memory), notes, str(path))
-        except (KeyError, TypeError, ValueError) as error:
+            made = cls(found["device"], tuple(replays), tuple(memory), notes, str(path))
+            _ = str(made), made.table()  # values of other types show here
+            return made
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(f"{path} is no report of a fault ({error})") from error

@@ -209,13 +209,7 @@ class GraphSaving:
         graph, check = self.graph, self.check
         if self.keeping not in ("stored", "by name"):
             raise InputError(f'keeping={self.keeping!r}: "stored" or "by name"')
-        graph.require_launchable()
-        if graph.before_launch is not None:
-            raise GraphFileError(
-                "the graph draws random numbers, and the state of their generator is moved on "
-                "before each launch by what is no part of the graph; draw the numbers outside of "
-                "the graph, into a named buffer"
-            )
+        _require_whole(graph)
         graph.context.synchronize()
         named = _named(self.inputs, self.outputs, self.constants)
         found = survey(graph, {n: one.memory for n, one in named.items()}, self.twin)
@@ -280,6 +274,44 @@ class GraphSaving:
             with suppress(OSError):
                 draft.unlink()
         return []
+
+
+def _require_whole(graph: Graph) -> None:
+    """Raises GraphFileError if a launch of the graph needs more than its nodes."""
+    graph.require_launchable()
+    if graph.before_launch is not None:
+        raise GraphFileError(
+            "the graph draws random numbers, and the state of their generator is moved on "
+            "before each launch by what is no part of the graph; draw the numbers outside of "
+            "the graph, into a named buffer"
+        )
+
+
+class Draft:
+    """A graph file without content and check, for `write` when the driver cannot be asked any more.
+
+    `inputs` and `constants` as for `save`; constants are to be given by name.  Launches nothing and
+    waits for nothing.  Raises GraphFileError.
+    """
+
+    def __init__(
+        self, graph: Graph, inputs: Mapping[str, Target], constants: Mapping[str, Target]
+    ) -> None:
+        _require_whole(graph)
+        self._named = _named(inputs, {}, constants)
+        found = survey(graph, {n: one.memory for n, one in self._named.items()}, None)
+        pieces = _pieces(found, self._named, graph.context, ())
+        plan = _Plan(graph, found, self._named, pieces, "by name")
+        self._manifest, self._images = plan.manifest(checked=False, key="")
+
+    def write(self, path: Path, content: Mapping[str, npt.NDArray[np.uint8]]) -> None:
+        """Writes the file; `content`: the bytes of each input.  Raises OSError; then there is no
+        file."""
+        tensors = {}
+        for name, raw in content.items():
+            one = self._named[name]
+            tensors[f"inputs/{name}"] = raw.view(one.dtype).reshape(one.shape)
+        write_file(path, self._manifest, self._images, tensors, None)
 
 
 # ----------------------------------------------------------------------------------------- memory

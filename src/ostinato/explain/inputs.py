@@ -1,0 +1,125 @@
+"""The inputs of a watched replay, copied to the host before it, and its graph, for a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ostinato.driver.api import MemoryRange
+from ostinato.driver.stream import Stream, wait_for_streams
+from ostinato.errors import ContextPoisonedError, GraphError, OstinatoError
+from ostinato.explain.audit import MemoryMap, possible_pointers
+from ostinato.graph import GraphExec, every_node
+from ostinato.graph.words import Sort
+from ostinato.graphfile.saving import Draft
+from ostinato.memory import Buffer
+from ostinato.memory.buffer import allocate
+from ostinato.memory.ranges import Target, range_of
+
+
+class NotedInputs:
+    """The memory that an executable may read, at most `limit` bytes of it, the smallest first; and
+    the graph, as a draft of a file.
+
+    The copy lies in pinned memory, which can be read after a fault.  It is made in stream order
+    before each launch, so it is of the last replay that began.  `keep` must keep `host` until the
+    launches are done.  Raises ContextPoisonedError alone.
+    """
+
+    def __init__(self, run: GraphExec, limit: int) -> None:
+        self.why_not = ""
+        """Why there is no file of the last launch."""
+        self.host: Buffer | None = None
+        self._driver = run.context.driver
+        self._places: dict[str, tuple[MemoryRange, int]] = {}
+        self._tried(partial(self._begin, run, limit))
+
+    def note(self, stream: Stream, streams: Iterable[Stream]) -> None:
+        """Copies the memory before a launch on a stream.  `streams`: those of the launches before,
+        whose copy is there until they are done."""
+        if self.host is not None:
+            self.why_not = ""
+            self._tried(partial(self._note, self.host.address, stream, streams))
+
+    def give_up(self, why: str) -> None:
+        """Notes nothing from here on."""
+        if self.host is not None:
+            self.host, self.why_not = None, why
+
+    def write(self, path: Path) -> None:
+        """Writes a graph file that begins with the copy; no driver is called.  Raises OSError,
+        GraphError."""
+        if self.why_not:
+            raise GraphError(self.why_not)
+        places = self._places.items()
+        self._draft.write(path, {n: self._array[at : at + m.nbytes] for n, (m, at) in places})
+
+    def _tried(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except ContextPoisonedError:
+            raise
+        except OstinatoError as error:
+            self.why_not = str(error)
+
+    def _begin(self, run: GraphExec, limit: int) -> None:
+        if run.changed():
+            raise GraphError("it was changed after it was made, and a file is of the graph alone")
+        read, only_read = _memory_of(run)
+        inputs: dict[str, Target] = {}
+        constants: dict[str, Target] = {}
+        size = 0
+        for name, target in sorted(read.items(), key=lambda item: range_of(item[1]).nbytes):
+            memory = range_of(target)
+            if size + memory.nbytes <= limit:
+                inputs[name], self._places[name] = target, (memory, size)
+                size += memory.nbytes
+            elif name in only_read:
+                constants[name] = target
+        self._draft = Draft(run.graph, inputs, constants)
+        self.host = allocate(run.context, max(1, size), np.uint8, pinned=True)
+        run.context.owners.pop(self.host.address, None)  # not memory of the user's
+        self._array = self.host.array
+
+    def _note(self, to: int, stream: Stream, streams: Iterable[Stream]) -> None:
+        if not wait_for_streams(stream, streams):
+            raise GraphError("its last launch was during a capture")
+        for name, (memory, at) in self._places.items():
+            around = self._driver.memory_range(memory.address)
+            if around is None or around.end < memory.end:
+                raise GraphError(f"{name!r} was freed before its last launch")
+            if memory.nbytes:
+                self._driver.memcpy(to + at, memory.address, memory.nbytes, stream.handle)
+
+
+def _memory_of(run: GraphExec) -> tuple[dict[str, Target], set[str]]:
+    """Returns the memory that an executable may read, by name, and the names of what it is known
+    not to write.
+
+    Memory is what a library knows as one, or an allocation of the driver.
+    """
+    known = MemoryMap(run.context, ask_driver=True)
+    found: dict[MemoryRange, Target] = {}
+    read: set[MemoryRange] = set()
+    written: set[MemoryRange] = set()
+    for node in every_node(run.nodes()):
+        for word, address, _ in possible_pointers(node):
+            memory = known.at(address) if address else None
+            if memory is None or not memory.live:
+                continue
+            owner = run.context.owner_of(address) if memory.of == "ours" else None
+            found[memory.range] = owner if isinstance(owner, Buffer) else memory.range
+            field = word.label if word.sort is Sort.FIELD else ""
+            if not word.only_written and field != "dst":
+                read.add(memory.range)
+            if word.written and field != "src":
+                written.add(memory.range)
+    names = {
+        memory: f"{getattr(target, 'name', None) or 'memory'}.{number}"
+        for number, (memory, target) in enumerate(found.items())
+    }
+    named = {names[memory]: target for memory, target in found.items() if memory in read}
+    return named, {names[memory] for memory in read - written}
