@@ -216,8 +216,7 @@ class BlackBox:
             watched.graph = _named(run)
             watched.note(every_node(run.nodes()))
             if self._inputs:
-                watched.inputs = NotedInputs(run, self._inputs)
-                watched.twin.graph.keep.append(watched.inputs.host)
+                watched.inputs = NotedInputs(run, self._inputs, watched.twin.graph.keep)
         except ContextPoisonedError:
             raise
         except OstinatoError as error:

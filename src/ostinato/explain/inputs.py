@@ -25,29 +25,29 @@ class NotedInputs:
     the graph, as a draft of a file.
 
     The copy lies in pinned memory, which can be read after a fault.  It is made in stream order
-    before each launch, so it is of the last replay that began.  `keep` must keep `host` until the
+    before each launch, so it is of the last replay that began.  `keep` holds that memory until the
     launches are done.  Raises ContextPoisonedError alone.
     """
 
-    def __init__(self, run: GraphExec, limit: int) -> None:
+    def __init__(self, run: GraphExec, limit: int, keep: list[object]) -> None:
         self.why_not = ""
         """Why there is no file of the last launch."""
-        self.host: Buffer | None = None
+        self._host: Buffer | None = None
         self._driver = run.context.driver
         self._places: dict[str, tuple[MemoryRange, int]] = {}
-        self._tried(partial(self._begin, run, limit))
+        self._tried(partial(self._begin, run, limit, keep))
 
     def note(self, stream: Stream, streams: Iterable[Stream]) -> None:
         """Copies the memory before a launch on a stream.  `streams`: those of the launches before,
         whose copy is there until they are done."""
-        if self.host is not None:
+        if self._host is not None:
             self.why_not = ""
-            self._tried(partial(self._note, self.host.address, stream, streams))
+            self._tried(partial(self._note, self._host.address, stream, streams))
 
     def give_up(self, why: str) -> None:
         """Notes nothing from here on."""
-        if self.host is not None:
-            self.host, self.why_not = None, why
+        if self._host is not None:
+            self._host, self.why_not = None, why
 
     def write(self, path: Path) -> None:
         """Writes a graph file that begins with the copy; no driver is called.  Raises OSError,
@@ -65,7 +65,7 @@ class NotedInputs:
         except OstinatoError as error:
             self.why_not = str(error)
 
-    def _begin(self, run: GraphExec, limit: int) -> None:
+    def _begin(self, run: GraphExec, limit: int, keep: list[object]) -> None:
         if run.changed():
             raise GraphError("it was changed after it was made, and a file is of the graph alone")
         read, only_read = _memory_of(run)
@@ -80,9 +80,10 @@ class NotedInputs:
             elif name in only_read:
                 constants[name] = target
         self._draft = Draft(run.graph, inputs, constants)
-        self.host = allocate(run.context, max(1, size), np.uint8, pinned=True)
-        run.context.owners.pop(self.host.address, None)  # not memory of the user's
-        self._array = self.host.array
+        self._host = allocate(run.context, max(1, size), np.uint8, pinned=True)
+        run.context.owners.pop(self._host.address, None)  # not memory of the user's
+        self._array = self._host.array
+        keep.append(self._host)
 
     def _note(self, to: int, stream: Stream, streams: Iterable[Stream]) -> None:
         if not wait_for_streams(stream, streams):

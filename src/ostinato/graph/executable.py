@@ -404,8 +404,13 @@ class GraphExec(Launcher, Closeable):
             with self._lock:
                 self._forget_closed()
                 self._prepared[stream] = call
+        sampler = self._sampling()
+        return call if sampler is None else sampler.around(stream, call)
+
+    def _sampling(self) -> NodeSampler | None:
+        """Returns the sampler that is not closed."""
         sampler = self._sampler
-        return call if sampler is None or sampler.closed else sampler.around(stream, call)
+        return None if sampler is None or sampler.closed else sampler
 
     def _forget_closed(self) -> None:
         """Forgets each closed stream once its work is done: until then a launch of this may run
@@ -422,7 +427,7 @@ class GraphExec(Launcher, Closeable):
         driver would refuse it too (status 900, measured on driver 580) and break the capture.
         """
         require_stream(stream, "launch(stream)", self.context)
-        sampler = self._sampler
+        sampler = self._sampling()
         call = self._prepare(stream)
         before = self._before_launch
         if before is not None:  # such a graph is never launched by the hot path
@@ -449,7 +454,7 @@ class GraphExec(Launcher, Closeable):
                 open_ = in_place is None and not (
                     self._closed or self._shadow.unusable or self._given_back or stream.closed
                 )
-                stays = self.context.keep_hot(self) and open_ and self._sampler is sampler
+                stays = self.context.keep_hot(self) and open_ and self._sampling() is sampler
             finally:  # also after an interruption: no other code would cool it
                 if not stays:
                     self.cool()
@@ -537,7 +542,7 @@ class GraphExec(Launcher, Closeable):
         self._require_usable()
         sampler = NodeSampler(self, stream, replays, sample)
         with self._lock:
-            taken = self._sampler is not None and not self._sampler.closed
+            taken = self._sampling() is not None
             if not taken:
                 self._sampler = sampler
         if taken:
