@@ -16,16 +16,18 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver import launcher
 from ostinato.driver.api import CaptureMode
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
     CaptureError,
     ClosedError,
     ContextPoisonedError,
+    DriverError,
     GraphError,
     HostFunctionError,
     InputError,
 )
 from ostinato.explain import NodeTimes
-from ostinato.testing import HeldStream
+from ostinato.testing import FaultyDriver, HeldStream
 from tests.explain.plants import ONE, Ground, chain
 from tests.sources import config, kernel
 
@@ -488,6 +490,23 @@ def test_what_a_host_function_raises_is_not_lost_in_a_timed_launch(
     assert raised == 6 and not sampler.stopped
 
 
+def test_a_launch_that_is_refused_is_no_measure_of_a_replay() -> None:
+    """The one before a timed one, by an error that the program goes on after."""
+    driver = FaultyDriver(HostDriver())
+    with Device(driver) as device:
+        stream = device.create_stream()
+        run, count = counting(device)
+        with run.profile(stream=stream, sample=2) as sampler:
+            driver.fail("exec_launch")
+            with pytest.raises(DriverError):
+                run.launch(stream)
+            for _ in range(3):
+                run.launch(stream)
+                stream.synchronize()
+            assert sampler.times().replays == 1 and not sampler.stopped
+        assert count.to_numpy(stream)[0] == 3
+
+
 def test_a_sampler_that_is_dropped_leaves_nothing(device: Device, stream: ost.Stream) -> None:
     run, _ = counting(device)
     sampler = run.profile(stream=stream, sample=2)
@@ -498,6 +517,16 @@ def test_a_sampler_that_is_dropped_leaves_nothing(device: Device, stream: ost.St
     del sampler, run
     device.context.collect()
     assert gone() is None and device.context.retired == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"sample": 2}], ids=["now", "sampled"])
+def test_a_graph_that_has_grown_is_refused(
+    device: Device, stream: ost.Stream, options: dict[str, int]
+) -> None:
+    run, _ = counting(device)
+    run.graph.add_kernel(kernel(device, "scale"), config(N), device.zeros(N, np.float32), N)
+    with pytest.raises(GraphError, match="other nodes than when it was instantiated"):
+        run.profile(stream=stream, **options)
 
 
 def test_what_cannot_be_sampled_is_refused(device: Device, stream: ost.Stream) -> None:

@@ -851,8 +851,11 @@ class GraphExec(Launcher, Closeable):
 
     def flat_nodes(self) -> tuple[FlatNode, ...]:
         """Returns the nodes of the next launch, child graphs taken apart, each after those that it
-        waits for.  Raises GraphError for a node that no other graph can hold."""
+        waits for.  Raises GraphError for a node that no other graph can hold, and if nodes were
+        added to the definition since: its edges are no longer those of the executable."""
         nodes = self.nodes()
+        if self._shadow.grown():
+            raise GraphError("the graph has other nodes than when it was instantiated")
         off: list[NodeHandle] = []
         if self._toggled:
             kinds = NodeKind.KERNEL, NodeKind.MEMCPY

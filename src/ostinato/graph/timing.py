@@ -372,9 +372,9 @@ class NodeSampler(Closeable):
             return call()
         with self._lock:
             if self._left == 1:  # the launch before the one that is timed gives `NodeTimes.replay`
-                self._ready = self._tried(self._begun)
+                self._ready, begun = False, self._tried(self._begun)
                 status = call()
-                self._ready = self._ready and not status and self._tried(self._ended)
+                self._ready = begun and not status and self._tried(self._ended)
                 return status
             self._left = self._every
             if not (self._ready and self._tried(self._launched)):
