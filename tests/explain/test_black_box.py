@@ -592,6 +592,25 @@ def test_launches_on_another_stream_leave_the_inputs_of_a_replay_under_way(groun
     assert found["x.0"][0] == 1, "what it was before the replay"
 
 
+def test_the_file_does_what_the_replay_did(device: Device, tmp_path: Path) -> None:
+    """Kernels, a child graph, a loop, a fork and a copy, on both drivers; the second replay."""
+    ground: Any = Ground(device)
+    ground.out = device.zeros(N, "f4", name="out")
+    run, path = shape(ground, ground.x).instantiate(), tmp_path / "one.graph"
+    with ost.black_box() as box:
+        for _ in range(2):
+            run.launch(ground.stream)
+        ground.stream.synchronize()
+        (watched,) = box._kept
+        assert watched.inputs is not None
+        watched.inputs.write(path)
+    loaded = ost.graphfile.load(device, path)
+    loaded.instantiate().launch(ground.stream)
+    found = {n.split(".")[0]: b.to_numpy(ground.stream) for n, b in loaded.inputs.items()}
+    for buffer in (ground.x, ground.y, ground.out, ground.count):
+        np.testing.assert_array_equal(found[buffer.name], buffer.to_numpy(ground.stream))
+
+
 def picking(ground: Ground) -> ost.GraphExec:
     """y = x[at], out of bounds: `x` is large and read alone, `filled` is written alone."""
     device = ground.device
