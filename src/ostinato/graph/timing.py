@@ -331,13 +331,14 @@ class NodeSampler(Closeable):
         """Returns the times of the latest `replays` launches that were timed and have finished; a
         table without nodes if there is none yet.  Does not wait.  Raises DriverError."""
         context = self._stream.context
-        with self._lock:
+        with self._lock:  # for a moment only, since a launch may wait for it
             if not context.closed:
                 with context.relaxed():
                     self._collect()
-            if not self._slots:
-                return NodeTimes((), 0, 0.0, 0.0, False)
-            return _times(self._twin, self._slots, statistics.median(self._replays))
+            twin, slots, replays = self._twin, [*self._slots], [*self._replays]
+        if not slots:
+            return NodeTimes((), 0, 0.0, 0.0, False)
+        return _times(twin, slots, statistics.median(replays))
 
     def close(self) -> None:
         """Makes all launches go the usual way again.  Waits for a launch that is being timed.
