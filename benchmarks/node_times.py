@@ -6,8 +6,10 @@ Five graphs: a chain of small kernels; a decode step of the 135M shape with rand
 launches without programmatic start, since the profile breaks it and CUPTI does not); and, captured
 by torch, an MLP, an attention block and a convolution net.  `ours_us` and `cupti_us` are medians of
 one node over the replays; CUPTI's is the time from the kernel's start to its end, ours has the
-start of the node too.  `agrees`: within 0.3 us or 5 % of CUPTI's, whichever is more.  `serial_us`
-is a replay without timers, per node.  Without torch, or on the host, only our times are measured.
+start of the node too.  `agrees`: within 0.3 us or 5 % of CUPTI's, whichever is more.  `replay_us`
+is a replay without timers.  `sampled_us` is the sum of the nodes as `profile(sample=2)` has it;
+`launch_us` is the host's time of a launch without a sampler, `counted_us` of one that a sampler
+counts and does not time.  Without torch, or on the host, only our times are measured.
 
 The last line is one JSON object.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -115,6 +118,26 @@ def cupti(
     ]
 
 
+def sampled_us(run: ost.GraphExec, stream: ost.Stream, replays: int) -> float:
+    """The sum of the nodes by a sampler of every second launch, in microseconds."""
+    with run.profile(stream=stream, sample=2, replays=replays) as sampler:
+        for _ in range(2 * replays):
+            run.launch(stream)
+            stream.synchronize()
+        return 1e6 * sampler.times().total
+
+
+def launch_us(run: ost.GraphExec, stream: ost.Stream, launches: int) -> float:
+    """The median time of the host in a launch, in microseconds; each is waited for."""
+    spent = []
+    for _ in range(launches):
+        begin = time.perf_counter_ns()
+        run.launch(stream)
+        spent.append((time.perf_counter_ns() - begin) / 1e3)
+        stream.synchronize()
+    return statistics.median(spent)
+
+
 def rows_of(
     name: str, times: NodeTimes, theirs: Sequence[float | None]
 ) -> Iterator[dict[str, Any]]:
@@ -162,6 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     theirs = seen or theirs  # type: ignore[assignment]
                 own = list(rows_of(name, times, theirs))
                 rows += own
+                bare = launch_us(run, stream, 5 * replays)
+                with run.profile(stream=stream, sample=1 << 30):
+                    counted = launch_us(run, stream, 5 * replays)
                 graphs.append(
                     {
                         "graph": name,
@@ -170,6 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "cupti_us": round(sum(t for t in theirs if t is not None), 2),
                         "replay_us": round(1e6 * times.replay, 2),
                         "timer_us": round(1e6 * times.timer, 3),
+                        "sampled_us": round(sampled_us(run, stream, replays), 2),
+                        "launch_us": round(bare, 2),
+                        "counted_us": round(counted, 2),
                         "agree": sum(row.get("agrees", False) for row in own),
                     }
                 )
