@@ -44,16 +44,17 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Start]:
-    """Starts the server of a model with the template of that name, once."""
+    """Starts the server of a model with the template of that name, once; with `ends`, one whose
+    answers may end, which a grammar needs."""
     folder = tmp_path_factory.mktemp("tools")
-    servers: dict[str | None, Server] = {}
+    servers: dict[tuple[str | None, bool], Server] = {}
     tokens, _ = byte_tokens()
     tokens[-len(MARKS) :] = MARKS
     types = [3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL) - len(MARKS)) + [3] * len(MARKS)
     with ExitStack() as stack:
 
-        def started(name: str | None) -> Server:
-            if name not in servers:
+        def started(name: str | None, ends: bool = False) -> Server:
+            if (name, ends) not in servers:
                 more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
                 if name == "apart":  # as Hermes 3 has it
                     more["tokenizer.chat_template"] = TEMPLATE
@@ -68,8 +69,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Start]:
                 device = stack.enter_context(open_device("host"))
                 opened = serving.open_generator(device, path, max_context=4096)
                 generator = stack.enter_context(opened)
-                generator.decoder.set_stop_tokens(())
-                servers[name] = stack.enter_context(serving.running(generator))
-            return servers[name]
+                generator.decoder.set_stop_tokens((2,) if ends else ())
+                servers[name, ends] = stack.enter_context(serving.running(generator))
+            return servers[name, ends]
 
         yield started

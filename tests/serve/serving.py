@@ -29,7 +29,7 @@ SECONDS = 120.0
 """Against hangs alone."""
 MODEL = "tiny"
 clients: list[OpenAI] = []
-Start: TypeAlias = "Callable[[str | None], Server]"
+Start: TypeAlias = "Callable[..., Server]"
 """Starts the server of a tiny model with the template of that name, once; None for ChatML."""
 
 

@@ -272,8 +272,9 @@ class Service:
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
         what = _PROMPT_FIELDS[wanted.kind]
         jobs: list[Job] = []
-        masked = wanted.grammar.param if wanted.grammar is not None else "echo"
-        if (wanted.grammar is not None or wanted.echo_logprobs) and decoder.ranks > 1:
+        wanted_grammar = self._forced(wanted) or wanted.grammar
+        masked = wanted_grammar.param if wanted_grammar is not None else "echo"
+        if (wanted_grammar is not None or wanted.echo_logprobs) and decoder.ranks > 1:
             raise ApiError(
                 400,
                 f"{masked}: this server's model is split over GPUs, where tokens cannot be masked",
@@ -325,7 +326,7 @@ class Service:
             for _ in range(wanted.n):
                 sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
                 continues = not isinstance(prompt, Chat) or prompt.continue_last
-                grammar = self._grammar(wanted.grammar)
+                grammar = self._grammar(wanted_grammar)
                 jobs.append(
                     Job(
                         tokens,
@@ -341,6 +342,25 @@ class Service:
                     )
                 )
         return jobs
+
+    def _forced(self, wanted: CompletionRequest) -> WantedGrammar | None:
+        """Returns the grammar of an answer that must call a tool."""
+        chat = wanted.prompts[0]
+        if not isinstance(chat, Chat) or not chat.forced:
+            return None
+        if wanted.grammar is not None:
+            words = f"{wanted.grammar.param}: tool_choice leaves no room for it"
+            raise ApiError(400, words, param=wanted.grammar.param)
+        marks = self._shown(chat)
+        assert self.tool_format is not None, "the marks are its words"
+        token_text = self.engine.generator.tokenizer.token_text
+        words = {token_text(token): token for token in marks}
+        try:
+            return WantedGrammar(
+                "tool_choice", "lark", self.tool_format.grammar(chat.forced, words, one=chat.one_call)
+            )
+        except InputError as error:
+            raise ApiError(400, f"tools: {error}", param="tools") from None
 
     def _grammar(self, wanted: WantedGrammar | None) -> Grammar | None:
         if wanted is None:

@@ -1,4 +1,5 @@
-"""Finds calls of tools in the text of answers, in the format that the model's chat template writes.
+"""Finds calls of tools in the text of answers, in the format that the model's chat template writes,
+and makes grammars of answers that must be calls.
 
 Known formats:
 
@@ -19,9 +20,10 @@ import secrets
 import string
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from ostinato.errors import ModelError
+from ostinato.errors import InputError, ModelError
+from ostinato.serve.grammar import json_rule
 
 T = TypeVar("T")
 _Steps: TypeAlias = Generator[None, None, T]
@@ -65,10 +67,40 @@ class _Found:
 class ToolFormat:
     """A way to write calls.  `words`: those that it marks them with, in the text or as special
     tokens; the first one begins a call.  Without any, calls are the whole answer.  `read`: reads
-    what follows that word, and returns None if it is no call."""
+    what follows that word, and returns None if it is no call.
+
+    The rest is in Lark's notation, with each word between quotes.  `call`: a call, with %s for its
+    name and for the rule of its arguments.  `between`: what stands between two.  `around`: the
+    calls of an answer, with %s for the first one and those that follow."""
 
     words: tuple[str, ...]
     read: Callable[[CallReader, int], _Steps[_Found | None]]
+    call: str
+    between: str
+    around: str = "%s"
+
+    def grammar(
+        self, tools: Iterable[Mapping[str, Any]], tokens: Mapping[str, int], *, one: bool
+    ) -> str:
+        """Returns Lark's rules of an answer that is calls of these functions, in OpenAI's form; a
+        single call with `one`.  `tokens`: those of the words that are special tokens.  Raises
+        InputError for a function whose arguments cannot be an object."""
+        call, around = self.call, self.around
+        for word, token in tokens.items():
+            call, around = (text.replace(f'"{word}"', f"<[{token}]>") for text in (call, around))
+        rules, names = [], []
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            # OpenAI: a function without parameters has none.
+            schema = function.get("parameters", {"additionalProperties": False})
+            kind = schema.get("type", "object")
+            if "object" not in (kind if isinstance(kind, list) else [kind]):
+                raise InputError(f"{function['name']}: parameters must have the type object")
+            names.append(f"call_{index}")
+            rules.append(f"call_{index}: {call % (function['name'], f'arguments_{index}')}")
+            rules.append(f"arguments_{index}: {json_rule({**schema, 'type': 'object'})}")
+        start = around % ("call" if one else f"call ({self.between} call)*")
+        return "\n".join((f"start: {start}", f"call: {' | '.join(names)}", *rules))
 
 
 class CallReader:
@@ -306,37 +338,47 @@ def _read_hermes(reader: CallReader, at: int) -> _Steps[_Found | None]:
     return _Found(calls, len(reader.text) if after is None else after)
 
 
-def _read_mistral(reader: CallReader, at: int) -> _Steps[_Found | None]:
+def _read_named(reader: CallReader, at: int) -> _Steps[_Found | None]:
     start = yield from reader.space(at)
-    name = None
-    if not reader.text.startswith("[", start):
-        most = start + _LONGEST_HEAD
-        while (end := reader.text.find(_MISTRAL_ARGUMENTS, start, most)) < 0:
-            if reader.last or len(reader.text) >= most:
-                return None
-            yield
-        name = reader.text[start:end].partition(_MISTRAL_ID)[0].strip()
-        start = yield from reader.space(end + len(_MISTRAL_ARGUMENTS))
-    found = yield from reader.json(start)
-    if found is None:
-        return None
-    calls = _read_calls(reader.text[start:found], name)
-    return None if calls is None else _Found(calls, found)
+    most = start + _LONGEST_HEAD
+    while (end := reader.text.find(_MISTRAL_ARGUMENTS, start, most)) < 0:
+        if reader.last or len(reader.text) >= most:
+            return None
+        yield
+    name = reader.text[start:end].partition(_MISTRAL_ID)[0].strip()
+    return (yield from _read_json(reader, end + len(_MISTRAL_ARGUMENTS), name))
 
 
-def _read_llama(reader: CallReader, at: int) -> _Steps[_Found | None]:
+def _read_json(reader: CallReader, at: int, name: str | None = None) -> _Steps[_Found | None]:
     start = yield from reader.space(at)
     end = yield from reader.json(start)
-    calls = None if end is None else _read_calls(reader.text[start:end])
+    calls = None if end is None else _read_calls(reader.text[start:end], name)
     return None if end is None or calls is None else _Found(calls, end)
 
 
 _HERMES_END = "</tool_call>"
-_MISTRAL_ID, _MISTRAL_ARGUMENTS = "[CALL_ID]", "[ARGS]"
+_MISTRAL, _MISTRAL_ID, _MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 FORMATS = (
-    ToolFormat(("<tool_call>", _HERMES_END), _read_hermes),
-    ToolFormat(("[TOOL_CALLS]", _MISTRAL_ID, _MISTRAL_ARGUMENTS), _read_mistral),
-    ToolFormat((), _read_llama),
+    ToolFormat(
+        ("<tool_call>", _HERMES_END),
+        _read_hermes,
+        r'"<tool_call>" "\n{\"name\": \"%s\", \"arguments\": " %s "}\n" "</tool_call>"',
+        r'"\n"',
+    ),
+    ToolFormat(
+        (_MISTRAL,),
+        _read_json,
+        r'"{\"name\": \"%s\", \"arguments\": " %s "}"',
+        '", "',
+        '"[TOOL_CALLS]" " "? "[" %s "]"',
+    ),
+    ToolFormat(
+        (_MISTRAL, _MISTRAL_ID, _MISTRAL_ARGUMENTS),
+        _read_named,
+        '"[TOOL_CALLS]" "%s" ("[CALL_ID]" /[A-Za-z0-9]{9}/)? "[ARGS]" %s',
+        "",
+    ),
+    ToolFormat((), _read_json, r'"{\"name\": \"%s\", \"parameters\": " %s "}"', '"; "'),
 )
 
 

@@ -8,6 +8,7 @@ imported when the first request needs it.
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from ostinato.errors import InputError, NotAvailableError
 from ostinato.models import Tokenizer
 
-GrammarKind = Literal["json_schema", "regex", "choice", "grammar"]
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 _LONGEST = 128 << 10
 """Characters of a schema or a grammar, some more than OpenAI's API takes."""
@@ -69,6 +70,11 @@ def _executor() -> Any:
     return LLExecutor()
 
 
+def json_rule(schema: Mapping[str, object]) -> str:
+    """Returns what matches a JSON schema, for a rule in Lark's notation."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': _WHITESPACE}})}"
+
+
 class GrammarCompiler:
     """Makes grammars for the tokens of one model.  Thread-safe.
 
@@ -87,7 +93,7 @@ class GrammarCompiler:
         """Returns a grammar at its beginning.
 
         `text`: a JSON schema; a regular expression of the whole answer; a JSON list of texts, one
-        of which is the answer; or a grammar in Lark's or llama.cpp's notation (GBNF).  Raises
+        of which is the answer; a grammar in Lark's notation, or in that or llama.cpp's (GBNF).  Raises
         InputError for a text that is no such thing, is not supported, or is too large;
         NotAvailableError if llguidance is not installed, or does not take the model's tokenizer.
         """

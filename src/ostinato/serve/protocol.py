@@ -153,13 +153,14 @@ class Chat:
     """Text messages of the roles system, user, assistant and tool, as chat templates take them.
     `template_args`: variables of the chat template.  `continue_last`: the answer continues the last
     message.  `tools`: the functions that the answer may call, in OpenAI's form; with `one_call` it
-    ends with the first call."""
+    ends with the first call.  `forced`: those of which it must call one; empty if it need not."""
 
     messages: tuple[dict[str, Any], ...]
     template_args: Mapping[str, object] = field(default_factory=dict)
     continue_last: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     one_call: bool = False
+    forced: tuple[dict[str, Any], ...] = ()
 
     @property
     def uses_tools(self) -> bool:
@@ -361,12 +362,21 @@ def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None 
     repeats, and means that the functions have the form of that endpoint."""
     nothing: tuple[dict[str, Any], ...] = ()
     tools = fields.take("tools", _tools if repeated is None else _flat_tools, nothing)
-    choice = fields.take("tool_choice", _tool_choice, "auto")
+    auto: str | dict[str, Any] = "auto"
+    choice = fields.take("tool_choice", _tool_choice if repeated is None else _flat_choice, auto)
     several = fields.take("parallel_tool_calls", _flag, True)
+    named = isinstance(choice, dict)
+    forced = tools if named or choice == "required" else ()
+    if named:
+        forced = tuple(one for one in tools if one["function"]["name"] == choice["name"])
+    if choice not in ("none", "auto") and not forced:
+        raise ApiError(400, "tool_choice: there is no such function in tools", param="tool_choice")
     if repeated is not None:
         flat = [{"type": "function", "strict": False, **one["function"]} for one in tools]
-        repeated |= {"tools": flat, "tool_choice": choice, "parallel_tool_calls": several}
-    return replace(chat, tools=() if choice == "none" else tools, one_call=not several)
+        said = {"type": "function", **choice} if isinstance(choice, dict) else choice
+        repeated |= {"tools": flat, "tool_choice": said, "parallel_tool_calls": several}
+    tools = () if choice == "none" else tools
+    return replace(chat, tools=tools, one_call=named or not several, forced=forced)
 
 
 def _take_template_args(fields: _Fields) -> Mapping[str, object]:
@@ -704,10 +714,18 @@ def _tool(given: object, index: int) -> dict[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _tool_choice(value: object) -> str:
-    if value == "none" or value == "auto":
+def _tool_choice(value: object) -> str | dict[str, Any]:
+    """Returns a word, or a function of which only the name is said."""
+    if isinstance(value, str) and value in ("none", "auto", "required"):
         return value
-    raise ValueError('must be "none" or "auto": this server cannot make the model call a tool')
+    function = _function(value, ("type", "function"))
+    if function is None or {*function} != {"name"}:
+        raise ValueError('must be "none", "auto", "required", or a function with its name')
+    return function
+
+
+def _flat_choice(value: object) -> str | dict[str, Any]:
+    return _tool_choice(_nested(value))
 
 
 def _tool_calls(value: object) -> list[dict[str, Any]]:
