@@ -22,7 +22,7 @@ from ostinato.serve.calls import FORMATS, CallReader, ToolCall, ToolFormat, find
 from tests.models.model_files import TEMPLATE
 from tests.serve.tool_templates import HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, TEMPLATES
 
-HERMES_FORMAT, MISTRAL_FORMAT, LLAMA_FORMAT = FORMATS
+HERMES_FORMAT, MISTRAL_FORMAT, NAMED_FORMAT, LLAMA_FORMAT = FORMATS
 NAMES = ("f", "look_up")
 
 
@@ -82,8 +82,8 @@ READS: list[tuple[ToolFormat, str, list[Any]]] = [
         f'[TOOL_CALLS][{{"name": "f", "arguments": {HARD}}},\n{{"name": "look_up"}}]',
         [("f", HARD), ("look_up", "{}")],
     ),
-    (MISTRAL_FORMAT, f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{HARD}", [("f", HARD)]),
-    (MISTRAL_FORMAT, '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"a": 1}', [
+    (NAMED_FORMAT, f"[TOOL_CALLS]f[CALL_ID]abc[ARGS]{HARD}", [("f", HARD)]),
+    (NAMED_FORMAT, '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]look_up[ARGS]{"a": 1}', [
         F, ("look_up", '{"a": 1}')
     ]),
     (LLAMA_FORMAT, '\n{"name": "f", "parameters": {}}\n', [F]),
@@ -111,10 +111,10 @@ STAYS: list[tuple[ToolFormat, str]] = [
     (MISTRAL_FORMAT, "[TOOL_CALLS][]"),
     (MISTRAL_FORMAT, '[TOOL_CALLS][{"name": "f"}, {"name": "g"}]'),
     (MISTRAL_FORMAT, '[TOOL_CALLS][{"name": "f"} {"name": "f"}]'),
-    (MISTRAL_FORMAT, "[TOOL_CALLS]f[ARGS]{,}"),
-    (MISTRAL_FORMAT, '[TOOL_CALLS]f[ARGS]{"a": 1,}'),
-    (MISTRAL_FORMAT, "[TOOL_CALLS]f[ARGS][1]"),
-    (MISTRAL_FORMAT, "[TOOL_CALLS]f" + 300 * " " + "[ARGS]{}"),
+    (NAMED_FORMAT, "[TOOL_CALLS]f[ARGS]{,}"),
+    (NAMED_FORMAT, '[TOOL_CALLS]f[ARGS]{"a": 1,}'),
+    (NAMED_FORMAT, "[TOOL_CALLS]f[ARGS][1]"),
+    (NAMED_FORMAT, "[TOOL_CALLS]f" + 300 * " " + "[ARGS]{}"),
     (LLAMA_FORMAT, 'I call {"name": "f", "parameters": {}}'),
     (LLAMA_FORMAT, '{"name": "f", "parameters": {}} calls it.'),
     (LLAMA_FORMAT, '{"name": "f", "parameters": {}}; and'),
@@ -139,7 +139,8 @@ def test_calls_are_found_however_the_text_is_cut(
 def test_what_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
     sound = {
         HERMES_FORMAT: '<tool_call>{"name": "f"}</tool_call>',
-        MISTRAL_FORMAT: "[TOOL_CALLS]f[ARGS]{}",
+        MISTRAL_FORMAT: '[TOOL_CALLS][{"name": "f"}]',
+        NAMED_FORMAT: "[TOOL_CALLS]f[ARGS]{}",
     }
     for size in (1, 3, 1 << 20):
         assert read(form, text, size) == [text], size
@@ -151,7 +152,7 @@ def test_what_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
 def test_an_answer_with_one_call_ends_with_it(size: int) -> None:
     for form, text, rest in (
         (HERMES_FORMAT, 'so <tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}'),
-        (MISTRAL_FORMAT, "so [TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]f[ARGS]{}"),
+        (NAMED_FORMAT, "so [TOOL_CALLS]f[ARGS]{}", "[TOOL_CALLS]f[ARGS]{}"),
         (MISTRAL_FORMAT, 'so [TOOL_CALLS][{"name": "f"}, {"name": "f"}]', " and"),
         (LLAMA_FORMAT, '{"name": "f"}; {"name": "look_up"}', ""),
     ):
@@ -181,7 +182,7 @@ def test_text_does_not_wait_for_more_than_it_must() -> None:
         (HERMES_FORMAT, '<tool_call>{"","'),
         (MISTRAL_FORMAT, "[TOOL_CALLS]["),
         (MISTRAL_FORMAT, '[TOOL_CALLS]["'),
-        (MISTRAL_FORMAT, '[TOOL_CALLS]f[ARGS]{"'),
+        (NAMED_FORMAT, '[TOOL_CALLS]f[ARGS]{"'),
         (LLAMA_FORMAT, '{"'),
     ],
 )
@@ -241,7 +242,7 @@ def test_the_format_is_that_of_the_template() -> None:
     assert {name: found_in(source) for name, source in TEMPLATES.items()} == {
         "hermes": HERMES_FORMAT,
         "mistral": MISTRAL_FORMAT,
-        "mistral, named": MISTRAL_FORMAT,
+        "mistral, named": NAMED_FORMAT,
         "llama": LLAMA_FORMAT,
     }
 

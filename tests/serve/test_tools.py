@@ -366,7 +366,8 @@ def check(reply: Reply, words: str, param: str) -> None:
 def test_a_model_without_tools_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start(None)
     words = "the chat template of this model has none"
-    check(call(server, "POST", CHAT, ASK), words, "tools")
+    for choice in ("auto", "required"):
+        check(call(server, "POST", CHAT, {**ASK, "tool_choice": choice}), words, "tools")
     called = {"id": "a", "type": "function", "function": {"name": "warmth", "arguments": "{}"}}
     for message in (
         {"role": "assistant", "content": None, "tool_calls": [called]},
@@ -404,16 +405,29 @@ def arguments(value: object) -> dict[str, object]:
         (tool(name=None), "tools", r"\[0\]: name must be 1 to 64"),
         (tool(description=5), "tools", "description must be text"),
         (tool(parameters=[]), "tools", "parameters must be an object"),
-        (tool(strict=True), "tools", "strict is not supported"),
+        (tool(strict=1), "tools", "strict must be true or false"),
+        (tool(strict=True, parameters={"type": "string"}), "tools", "must have the type object"),
         (tool(colour="red"), "tools", "colour is no field of a function"),
         (tool(description="\ud800"), "messages", "the chat template"),
         (tool(description="x" * (1 << 19)), "messages", "longer than"),
-        ({"tool_choice": "required"}, "tool_choice", "cannot make the model call a tool"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "warmth"}}},
+            {"tool_choice": "any"},
             "tool_choice",
-            "cannot make the model call a tool",
+            'must be "none", "auto", "required", or a function',
         ),
+        ({"tool_choice": {"type": "function", "name": "warmth"}}, "tool_choice", "with its name"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "cold"}}},
+            "tool_choice",
+            "no such function in tools",
+        ),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "no such function in tools"),
+        (
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "must be a JSON schema, an object, where there are tools",
+        ),
+        ({"json_schema": True}, "json_schema", "must be a JSON schema, an object, where"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "cannot set tools"),
         (
@@ -452,6 +466,7 @@ def test_what_changes_nothing_is_taken(start: Start, monkeypatch: pytest.MonkeyP
     server = start("hermes")
     wanted = prompt_of(server, monkeypatch)
     assert prompt_of(server, monkeypatch, **tool(strict=False)) == wanted
+    assert prompt_of(server, monkeypatch, **tool(strict=None)) == wanted
     assert prompt_of(server, monkeypatch, messages=[{**USER, "tool_calls": []}]) == wanted
     sent = {**called(index=0), "max_tokens": 3}
     assert call(server, "POST", CHAT, {**ASK, **sent}).status == 200

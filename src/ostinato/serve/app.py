@@ -33,7 +33,13 @@ from starlette.types import Receive, Scope, Send
 
 from ostinato.errors import InputError, ModelError, NotAvailableError, OstinatoError
 from ostinato.models import SamplingOptions, TokenLogprobs
-from ostinato.serve.calls import CallReader, ToolCall, ToolFormat, find_format
+from ostinato.serve.calls import (
+    CallReader,
+    ToolCall,
+    ToolFormat,
+    arguments_schema,
+    find_format,
+)
 from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from ostinato.serve.grammar import Grammar, GrammarCompiler
 from ostinato.serve.logprobs import CompletionLogprobs, chat_logprobs, joined
@@ -272,9 +278,9 @@ class Service:
         context, vocabulary = decoder.plan.sizes.context, decoder.config.vocabulary
         what = _PROMPT_FIELDS[wanted.kind]
         jobs: list[Job] = []
-        wanted_grammar = self._forced(wanted) or wanted.grammar
-        masked = wanted_grammar.param if wanted_grammar is not None else "echo"
-        if (wanted_grammar is not None or wanted.echo_logprobs) and decoder.ranks > 1:
+        kept = self._with_calls(wanted)
+        masked = kept.param if kept is not None else "echo"
+        if (kept is not None or wanted.echo_logprobs) and decoder.ranks > 1:
             raise ApiError(
                 400,
                 f"{masked}: this server's model is split over GPUs, where tokens cannot be masked",
@@ -326,7 +332,7 @@ class Service:
             for _ in range(wanted.n):
                 sampling = wanted.sampling_of(len(jobs), partial(secrets.randbits, 63))
                 continues = not isinstance(prompt, Chat) or prompt.continue_last
-                grammar = self._grammar(wanted_grammar)
+                grammar = self._grammar(kept)
                 jobs.append(
                     Job(
                         tokens,
@@ -334,7 +340,7 @@ class Service:
                         sampling,
                         wanted.stop,
                         # A grammar's text is kept to the byte.
-                        continues or grammar is not None,
+                        continues or wanted.grammar is not None,
                         shown,
                         wanted.logprobs,
                         wanted.echo_logprobs,
@@ -343,24 +349,43 @@ class Service:
                 )
         return jobs
 
-    def _forced(self, wanted: CompletionRequest) -> WantedGrammar | None:
-        """Returns the grammar of an answer that must call a tool."""
-        chat = wanted.prompts[0]
-        if not isinstance(chat, Chat) or not chat.forced:
-            return None
-        if wanted.grammar is not None:
-            words = f"{wanted.grammar.param}: tool_choice leaves no room for it"
-            raise ApiError(400, words, param=wanted.grammar.param)
-        marks = self._shown(chat)
-        assert self.tool_format is not None, "the marks are its words"
-        token_text = self.engine.generator.tokenizer.token_text
-        words = {token_text(token): token for token in marks}
+    def _with_calls(self, wanted: CompletionRequest) -> WantedGrammar | None:
+        """Returns the grammar of an answer: that of the request, and that of calls where their
+        arguments must match a schema, or where the answer may be a call in place of what the
+        request's grammar says."""
+        chat, given = wanted.prompts[0], wanted.grammar
+        if (
+            not isinstance(chat, Chat)
+            or not chat.tools
+            or not (given or chat.forced or chat.strict)
+        ):
+            return given
+        param = "tool_choice" if chat.forced else "tools"
+        answer = json.loads(given.text) if given and given.kind == "json_schema" else None
+        if given and not isinstance(answer, dict):
+            words = f"{given.param} must be a JSON schema, an object, where there are tools"
+            raise ApiError(400, words, param=given.param)
+        shown = self._shown(chat)
+        assert self.tool_format is not None, "or there were no words to show"
+        tokenizer = self.engine.generator.tokenizer
+        functions = {one["function"]["name"]: one["function"] for one in chat.tools}
+        bound = chat.forced or chat.strict
         try:
-            return WantedGrammar(
-                "tool_choice", "lark", self.tool_format.grammar(chat.forced, words, one=chat.one_call)
-            )
+            schemas = {
+                name: arguments_schema(one) if name in bound else {"type": "object"}
+                for name, one in functions.items()
+                if name in (chat.forced or functions)
+            }
         except InputError as error:
-            raise ApiError(400, f"tools: {error}", param="tools") from None
+            raise ApiError(400, str(error), param="tools") from None
+        text = self.tool_format.grammar(
+            schemas,
+            {str(tokenizer.token_text(token)): token for token in shown},
+            one=chat.one_call,
+            free=not chat.forced,
+            answer=answer,
+        )
+        return WantedGrammar(param, "lark", text)
 
     def _grammar(self, wanted: WantedGrammar | None) -> Grammar | None:
         if wanted is None:

@@ -69,9 +69,9 @@ class ToolFormat:
     tokens; the first one begins a call.  Without any, calls are the whole answer.  `read`: reads
     what follows that word, and returns None if it is no call.
 
-    The rest is in Lark's notation, with each word between quotes.  `call`: a call, with %s for its
-    name and for the rule of its arguments.  `between`: what stands between two.  `around`: the
-    calls of an answer, with %s for the first one and those that follow."""
+    The rest is in Lark's notation, with the rule `mark` for the word that begins a call.  `call`: a
+    call, with %s for its name and for the rule of its arguments.  `between`: what stands between
+    two.  `around`: the calls of an answer, with %s for all of them."""
 
     words: tuple[str, ...]
     read: Callable[[CallReader, int], _Steps[_Found | None]]
@@ -80,27 +80,58 @@ class ToolFormat:
     around: str = "%s"
 
     def grammar(
-        self, tools: Iterable[Mapping[str, Any]], tokens: Mapping[str, int], *, one: bool
+        self,
+        schemas: Mapping[str, Mapping[str, object]],
+        tokens: Mapping[str, int],
+        *,
+        one: bool,
+        free: bool,
+        answer: Mapping[str, object] | None,
     ) -> str:
-        """Returns Lark's rules of an answer that is calls of these functions, in OpenAI's form; a
-        single call with `one`.  `tokens`: those of the words that are special tokens.  Raises
-        InputError for a function whose arguments cannot be an object."""
-        call, around = self.call, self.around
-        for word, token in tokens.items():
-            call, around = (text.replace(f'"{word}"', f"<[{token}]>") for text in (call, around))
-        rules, names = [], []
-        for index, tool in enumerate(tools):
-            function = tool["function"]
-            # OpenAI: a function without parameters has none.
-            schema = function.get("parameters", {"additionalProperties": False})
-            kind = schema.get("type", "object")
-            if "object" not in (kind if isinstance(kind, list) else [kind]):
-                raise InputError(f"{function['name']}: parameters must have the type object")
-            names.append(f"call_{index}")
-            rules.append(f"call_{index}: {call % (function['name'], f'arguments_{index}')}")
-            rules.append(f"arguments_{index}: {json_rule({**schema, 'type': 'object'})}")
-        start = around % ("call" if one else f"call ({self.between} call)*")
-        return "\n".join((f"start: {start}", f"call: {' | '.join(names)}", *rules))
+        """Returns a grammar of calls of these functions in Lark's notation; a single call with
+        `one`.
+
+        `schemas`: those of their arguments, by name.  `tokens`: the special tokens among `words`.
+        `free`: an answer may have other text too, or be one without calls that matches the schema
+        `answer`, if there is one.
+        """
+
+        def marked(text: str) -> str:
+            for word, token in tokens.items():
+                text = text.replace(f'"{word}"', f"<[{token}]>")
+            return text
+
+        calls = self.around % ("call" if one else f"call ({self.between} call)*")
+        start, text, lazy = "calls", "", ""
+        rules = [f"calls: {calls}"]
+        if free and answer is not None:
+            start = "calls | answer"
+            rules.append(f"answer: {json_rule(answer)}")
+        elif free and self.words:
+            start, text = "calls* TEXT", "TEXT "
+            lazy = "" if self.words[0] in tokens else "[lazy]"
+            rules.append(r"TEXT: /(.|\n)*/")
+        elif free:
+            start = "calls | TEXT"
+            rules.append(r"TEXT: /(\s*[^\s{\[](.|\n)*)?/")
+        if self.words:
+            rules.append(marked(f'mark{lazy}: {text}"{self.words[0]}"'))
+        for index, (name, schema) in enumerate(schemas.items()):
+            rules.append(f"call_{index}: {marked(self.call) % (name, f'arguments_{index}')}")
+            rules.append(f"arguments_{index}: {json_rule(schema)}")
+        names = " | ".join(f"call_{index}" for index in range(len(schemas)))
+        return "\n".join((f"start: {start}", f"call: {names}", *rules))
+
+
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, object]:
+    """Returns the schema of a function's arguments, which are an object whatever it says.  Raises
+    InputError if they cannot be one."""
+    # OpenAI: a function that names no parameters has none.
+    schema: dict[str, object] = function.get("parameters", {"additionalProperties": False})
+    kind = schema.get("type", "object")
+    if "object" not in (kind if isinstance(kind, list) else [kind]):
+        raise InputError(f"the parameters of {function['name']} must have the type object")
+    return {**schema, "type": "object"}
 
 
 class CallReader:
@@ -362,7 +393,7 @@ FORMATS = (
     ToolFormat(
         ("<tool_call>", _HERMES_END),
         _read_hermes,
-        r'"<tool_call>" "\n{\"name\": \"%s\", \"arguments\": " %s "}\n" "</tool_call>"',
+        r'mark "\n{\"name\": \"%s\", \"arguments\": " %s "}\n" "</tool_call>"',
         r'"\n"',
     ),
     ToolFormat(
@@ -370,15 +401,21 @@ FORMATS = (
         _read_json,
         r'"{\"name\": \"%s\", \"arguments\": " %s "}"',
         '", "',
-        '"[TOOL_CALLS]" " "? "[" %s "]"',
+        'mark " "? "[" %s "]"',
     ),
     ToolFormat(
         (_MISTRAL, _MISTRAL_ID, _MISTRAL_ARGUMENTS),
         _read_named,
-        '"[TOOL_CALLS]" "%s" ("[CALL_ID]" /[A-Za-z0-9]{9}/)? "[ARGS]" %s',
+        'mark "%s" ("[CALL_ID]" /[A-Za-z0-9]{9}/)? "[ARGS]" %s',
         "",
     ),
-    ToolFormat((), _read_json, r'"{\"name\": \"%s\", \"parameters\": " %s "}"', '"; "'),
+    ToolFormat(
+        (),
+        _read_json,
+        # In the pieces of JSON, as which an answer of another schema can begin like a call.
+        r'"{" "\"name\"" ":" " " "\"%s\"" "," " " "\"parameters\"" ":" " " %s "}"',
+        '"; "',
+    ),
 )
 
 

@@ -93,8 +93,8 @@ class GrammarCompiler:
         """Returns a grammar at its beginning.
 
         `text`: a JSON schema; a regular expression of the whole answer; a JSON list of texts, one
-        of which is the answer; a grammar in Lark's notation, or in that or llama.cpp's (GBNF).  Raises
-        InputError for a text that is no such thing, is not supported, or is too large;
+        of which is the answer; a grammar in Lark's notation; or one in that or llama.cpp's (GBNF).
+        Raises InputError for a text that is no such thing, is not supported, or is too large;
         NotAvailableError if llguidance is not installed, or does not take the model's tokenizer.
         """
         if len(text) > _LONGEST:

@@ -153,14 +153,16 @@ class Chat:
     """Text messages of the roles system, user, assistant and tool, as chat templates take them.
     `template_args`: variables of the chat template.  `continue_last`: the answer continues the last
     message.  `tools`: the functions that the answer may call, in OpenAI's form; with `one_call` it
-    ends with the first call.  `forced`: those of which it must call one; empty if it need not."""
+    ends with the first call.  `forced`: the names of those of which it must call one; empty if it
+    need not.  `strict`: of those whose arguments must match their schema in any case."""
 
     messages: tuple[dict[str, Any], ...]
     template_args: Mapping[str, object] = field(default_factory=dict)
     continue_last: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     one_call: bool = False
-    forced: tuple[dict[str, Any], ...] = ()
+    forced: frozenset[str] = frozenset()
+    strict: frozenset[str] = frozenset()
 
     @property
     def uses_tools(self) -> bool:
@@ -365,18 +367,26 @@ def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None 
     auto: str | dict[str, Any] = "auto"
     choice = fields.take("tool_choice", _tool_choice if repeated is None else _flat_choice, auto)
     several = fields.take("parallel_tool_calls", _flag, True)
+    functions = {one["function"]["name"]: {**one["function"]} for one in tools}
+    strict = frozenset(name for name, one in functions.items() if one.pop("strict", False))
     named = isinstance(choice, dict)
-    forced = tools if named or choice == "required" else ()
-    if named:
-        forced = tuple(one for one in tools if one["function"]["name"] == choice["name"])
+    wanted = {choice["name"]} if isinstance(choice, dict) else {*functions}
+    forced = wanted & {*functions} if named or choice == "required" else ()
     if choice not in ("none", "auto") and not forced:
         raise ApiError(400, "tool_choice: there is no such function in tools", param="tool_choice")
     if repeated is not None:
         flat = [{"type": "function", "strict": False, **one["function"]} for one in tools]
         said = {"type": "function", **choice} if isinstance(choice, dict) else choice
         repeated |= {"tools": flat, "tool_choice": said, "parallel_tool_calls": several}
-    tools = () if choice == "none" else tools
-    return replace(chat, tools=tools, one_call=named or not several, forced=forced)
+    if choice == "none":
+        return chat
+    return replace(
+        chat,
+        tools=tuple({"type": "function", "function": one} for one in functions.values()),
+        one_call=named or not several,
+        forced=frozenset(forced),
+        strict=strict,
+    )
 
 
 def _take_template_args(fields: _Fields) -> Mapping[str, object]:
@@ -694,7 +704,7 @@ def _nested(given: object) -> object:
 
 
 def _tool(given: object, index: int) -> dict[str, Any]:
-    """Returns a function as chat templates take it."""
+    """Returns a function in OpenAI's form, without fields that are null."""
     function = _function(given, ("type", "function"))
     if function is None:
         raise ValueError(f"[{index}] must have the type function and a function, no more")
@@ -705,12 +715,12 @@ def _tool(given: object, index: int) -> dict[str, Any]:
         raise ValueError(f"[{index}]: description must be text")
     if not isinstance(function.get("parameters"), dict | None):
         raise ValueError(f"[{index}]: parameters must be an object, a JSON schema")
-    if function.get("strict"):
-        raise ValueError(f"[{index}]: strict is not supported by this server; leave it out")
+    if not isinstance(function.get("strict"), bool | None):
+        raise ValueError(f"[{index}]: strict must be true or false")
     unknown = {*function} - {"name", "description", "parameters", "strict"}
     if unknown:
         raise ValueError(f"[{index}]: {min(unknown)[:80]} is no field of a function")
-    shown = {name: one for name, one in function.items() if name != "strict" and one is not None}
+    shown = {name: one for name, one in function.items() if one is not None}
     return {"type": "function", "function": shown}
 
 

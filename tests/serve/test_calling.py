@@ -1,0 +1,269 @@
+"""Calls of tools that a grammar makes: an answer that must be a call, arguments that must match
+their schema, and a schema for what is no call.  The model has random weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+# Where these are missing there are tests of other things; `make test` installs them
+# (tests/test_packaging.py).
+openai = pytest.importorskip("openai")
+pytest.importorskip("ostinato.serve.server")
+pytest.importorskip("llguidance")
+
+from ostinato.models import Decoder
+from ostinato.serve.server import Server
+from tests.models.model_files import SPECIAL
+from tests.serve.serving import MODEL, Start, call, client
+from tests.serve.tool_templates import TEMPLATES
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+END = 2
+CALLS = 277
+"""The special token `[TOOL_CALLS]`; the other formats of the tests mark calls by text."""
+
+
+def schema(*values: object, **more: object) -> dict[str, object]:
+    """Of an object with one field."""
+    return {
+        "properties": {"x": {"$ref": "#/$defs/x"}},
+        "required": ["x"],
+        "additionalProperties": False,
+        "$defs": {"x": {"enum": [*values]}},
+        **more,
+    }
+
+
+# Names that begin like others, values that look like marks, references that name the root.
+MARKED = ["[ARGS]", "</tool_call>", "[TOOL_CALLS]", '"']
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "get": {"parameters": schema(1, 2, type="object")},
+    "get_more": {"parameters": schema(*MARKED, type=["object", "null"])},
+    "call": {"parameters": schema(7)},
+    "nothing": {},
+    "null": {"parameters": None},
+}
+RIGHT: dict[str, list[object]] = {
+    "get": [{"x": 1}, {"x": 2}],
+    "get_more": [{"x": one} for one in MARKED],
+    "call": [{"x": 7}],
+    "nothing": [{}],
+    "null": [{}],
+}
+TOOLS = [{"type": "function", "function": {"name": name, **one}} for name, one in FUNCTIONS.items()]
+NAMED: Any = {"type": "function", "function": {"name": "get"}}
+ASK: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": TOOLS,
+    "temperature": 2,
+    "max_tokens": 900,
+}
+NO_SPACE = {str(len(SPECIAL) + byte): -100 for byte in b"\n\t\r"}
+"""Biases against space between JSON's tokens, of which a model of random weights writes much."""
+
+
+@pytest.fixture(params=list(TEMPLATES))
+def server(request: pytest.FixtureRequest, start: Start) -> Server:
+    return start(request.param, ends=True)
+
+
+@pytest.fixture
+def marked(start: Start) -> Server:
+    """A server whose model begins calls with one token, so that a bias makes it call, or not."""
+    return start("mistral", ends=True)
+
+
+def answered(server: Server, **fields: Any) -> Any:
+    reply = call(server, "POST", CHAT, {**ASK, **fields})
+    assert reply.status == 200, reply
+    return reply.json
+
+
+def made(message: Any) -> list[tuple[str, Any]]:
+    """The calls of a message, which fit."""
+    found = [
+        (one["function"]["name"], json.loads(one["function"]["arguments"]))
+        for one in message.get("tool_calls", ())
+    ]
+    assert all(arguments in RIGHT[name] for name, arguments in found), found
+    return found
+
+
+# ------------------------------------------------------------------------- an answer that is a call
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_an_answer_that_must_call_calls(server: Server, choice: object) -> None:
+    seen = set()
+    for seed in range(8):
+        fields: dict[str, Any] = {"tool_choice": choice, "seed": seed, "logit_bias": NO_SPACE}
+        (found,) = answered(server, **fields)["choices"]
+        calls = made(found["message"])
+        assert calls and found["message"]["content"] is None
+        assert found["finish_reason"] == "tool_calls"
+        if choice == NAMED:
+            assert [name for name, _ in calls] == ["get"]
+        seen |= {name for name, _ in calls}
+        # A stream says the same.
+        with client(server).chat.completions.stream(**{**ASK, **fields}) as stream:
+            (last,) = stream.get_final_completion().to_dict()["choices"]
+        assert made(last["message"]) == calls and not last["message"].get("content")
+        assert last["finish_reason"] == "tool_calls"
+    assert choice == NAMED or len(seen) > 1
+
+
+def test_several_calls_only_where_they_are_wanted(server: Server) -> None:
+    several = []
+    for seed in range(6):
+        fields: dict[str, Any] = {"tool_choice": "required", "seed": seed}
+        (found,) = answered(server, **fields, logit_bias={str(END): -2})["choices"]
+        several.append(len(made(found["message"])) > 1)
+        (found,) = answered(server, **fields, parallel_tool_calls=False)["choices"]
+        assert len(made(found["message"])) == 1 and found["finish_reason"] == "tool_calls"
+    assert any(several)
+
+
+@pytest.mark.parametrize("most", [3, 40])
+def test_a_call_that_is_cut_off_is_no_call(server: Server, most: int) -> None:
+    """Reported of others: its end was "tool_calls", in streams alone."""
+    fields: dict[str, Any] = {"tool_choice": NAMED, "max_tokens": most, "seed": 3}
+    long = {"name": "get", "parameters": {"properties": {"x": {"type": "string", "minLength": 90}},
+                                          "required": ["x"]}}  # fmt: skip
+    fields["tools"] = [{"type": "function", "function": long}]
+    (found,) = answered(server, **fields)["choices"]
+    assert found["finish_reason"] == "length" and "tool_calls" not in found["message"]
+    chunks = [*client(server).chat.completions.create(**{**ASK, **fields}, stream=True)]
+    assert (
+        "".join(one.choices[0].delta.content or "" for one in chunks)
+        == (found["message"]["content"])
+    )
+    assert not any(one.choices[0].delta.tool_calls for one in chunks)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_each_answer_has_a_grammar_of_its_own(server: Server) -> None:
+    found = answered(server, n=3, tool_choice="required", parallel_tool_calls=False, seed=1)
+    for choice in found["choices"]:
+        assert len(made(choice["message"])) == 1 and choice["finish_reason"] == "tool_calls"
+
+
+def test_a_response_that_must_call_calls(server: Server) -> None:
+    ask: dict[str, Any] = {
+        "model": MODEL,
+        "input": "x",
+        "tools": [{"type": "function", "name": name, **one} for name, one in FUNCTIONS.items()],
+        "temperature": 2,
+        "max_output_tokens": 900,
+        "extra_body": {"seed": 1, "logit_bias": NO_SPACE},
+    }
+    named: Any = {"type": "function", "name": "call"}
+    for choice in ("required", named):
+        found = client(server).responses.create(**ask, tool_choice=choice).to_dict()
+        assert found["tool_choice"] == choice and found["status"] == "completed"
+        output: Any = found["output"]
+        for one in output:
+            assert one["type"] == "function_call"
+            assert json.loads(one["arguments"]) in RIGHT[one["name"]]
+        assert choice == "required" or [one["name"] for one in output] == ["call"]
+        with client(server).responses.stream(**ask, tool_choice=choice) as stream:
+            streamed: Any = stream.get_final_response().to_dict()["output"]
+        assert [one["arguments"] for one in streamed] == [one["arguments"] for one in output]
+
+
+# ------------------------------------------------------------------ an answer that may be a call
+
+
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_schema_of_the_answer_leaves_room_for_calls(
+    marked: Server, path: str, calls: bool
+) -> None:
+    """Reported of others: the model, which was told of tools, could not call any."""
+    form = {"type": "json_schema", "schema": {"enum": [5]}}
+    bias = {**NO_SPACE, str(CALLS): 100 if calls else -100}
+    sent: dict[str, Any] = {**ASK, "logit_bias": bias, "parallel_tool_calls": False, "seed": 1}
+    if path == CHAT:
+        sent["response_format"] = {**form, "json_schema": {"schema": form.pop("schema")}}
+        (found,) = answered(marked, **sent)["choices"]
+        text, reason = found["message"]["content"], found["finish_reason"]
+        assert (text, reason) == ((None, "tool_calls") if calls else ("5", "stop"))
+        assert bool(found["message"].get("tool_calls")) is calls
+    else:
+        sent |= {"input": "x", "text": {"format": form}, "max_output_tokens": 900}
+        sent["tools"] = [{"type": "function", **one["function"]} for one in TOOLS]
+        del sent["messages"], sent["max_tokens"]
+        reply = call(marked, "POST", path, sent)
+        assert reply.status == 200, reply
+        (item,) = reply.json["output"]
+        assert item["type"] == ("function_call" if calls else "message")
+        assert calls or item["content"][0]["text"] == "5"
+
+
+def test_an_answer_of_a_schema_may_begin_like_a_call(start: Start) -> None:
+    """In Llama's format both are objects."""
+    server = start("llama", ends=True)
+    form = {"type": "json_schema", "json_schema": {"schema": schema("a", type="object")}}
+    seen = set()
+    for seed in range(12):
+        fields = {"response_format": form, "seed": seed, "logit_bias": NO_SPACE}
+        (found,) = answered(server, **fields)["choices"]
+        content = found["message"]["content"]
+        seen.add(content is None)
+        assert content is None or json.loads(content) == {"x": "a"}
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_arguments_fit_where_the_model_calls_freely(marked: Server, strict: bool) -> None:
+    (tool, *_) = TOOLS
+    tools = [{**tool, "function": {**tool["function"], "strict": strict}}]
+    fits = []
+    for seed in range(6):
+        found = answered(
+            marked,
+            tools=tools,
+            seed=seed,
+            logit_bias={**NO_SPACE, str(CALLS): 100},
+            parallel_tool_calls=False,
+            max_tokens=100,
+        )["choices"][0]
+        fits.append(bool(made(found["message"])) and found["finish_reason"] == "tool_calls")
+    assert fits == [strict] * 6
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"parameters": {"uniqueItems": True}, "strict": True}, "tools", "uniqueItems"),
+        ({"parameters": {"uniqueItems": True}}, "tool_choice", "uniqueItems"),
+        ({"parameters": {"type": ["string", "null"]}}, "tools", "must have the type object"),
+    ],
+)
+def test_parameters_that_cannot_be_kept_are_named(
+    marked: Server, fields: dict[str, Any], param: str, words: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "get", **fields}}]
+    choice = "auto" if "strict" in fields else "required"
+    reply = call(marked, "POST", CHAT, {**ASK, "tools": tools, "tool_choice": choice})
+    assert reply.status == 400 and words in reply.error["message"], reply
+    assert reply.error["param"] == param
+    # Where nothing has to keep them, they are the model's own business.
+    tools[0]["function"].pop("strict", None)
+    answered(marked, tools=tools, max_tokens=3)
+
+
+def test_a_model_that_is_split_cannot_be_forced(
+    marked: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Decoder, "ranks", 2)
+    reply = call(marked, "POST", CHAT, {**ASK, "tool_choice": "required"})
+    assert reply.status == 400 and reply.error["param"] == "tool_choice"
+    assert "split over GPUs" in reply.error["message"]
+    answered(marked, max_tokens=3)
