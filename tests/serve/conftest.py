@@ -44,8 +44,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Start]:
-    """Starts the server of a model with the template of that name, once; with `ends`, one whose
-    answers may end, which a grammar needs."""
+    """Starts the server of a model with the template of that name, or with that text, once; with
+    `ends`, one whose answers may end, which a grammar needs."""
     folder = tmp_path_factory.mktemp("tools")
     servers: dict[tuple[str | None, bool], Server] = {}
     tokens, _ = byte_tokens()
@@ -60,7 +60,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[serving.Start]:
                     more["tokenizer.chat_template"] = TEMPLATE
                     more["tokenizer.chat_template.tool_use"] = TEMPLATES["hermes"]
                 elif name is not None:
-                    more["tokenizer.chat_template"] = TEMPLATES[name]
+                    more["tokenizer.chat_template"] = TEMPLATES.get(name, name)
                 path = write_gguf(
                     folder / f"{len(servers)}.gguf",
                     config=replace(CONFIG, context_length=4096),

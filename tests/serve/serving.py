@@ -28,6 +28,19 @@ if TYPE_CHECKING:
 SECONDS = 120.0
 """Against hangs alone."""
 MODEL = "tiny"
+_PIECES = ["\u2581", "x", "\u2581x", "y", *(f"<unused{index}>" for index in range(17))]
+SPACES = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.pre": None,
+    "tokenizer.ggml.merges": None,
+    "tokenizer.ggml.tokens": [
+        "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES,
+    ],
+    "tokenizer.ggml.scores": [0.0] * 259 + [-float(n) for n in range(len(_PIECES))],
+    "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(_PIECES),
+    "tokenizer.ggml.unknown_token_id": 0,
+}  # fmt: skip
+"""A file's tokenizer that adds a space before all text."""
 clients: list[OpenAI] = []
 Start: TypeAlias = "Callable[..., Server]"
 """Starts the server of a tiny model with the template of that name, once; None for ChatML."""

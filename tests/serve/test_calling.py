@@ -4,6 +4,8 @@ their schema, and a schema for what is no call.  The model has random weights.""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("ostinato.serve.server")
 pytest.importorskip("llguidance")
 
+from ostinato import open_device
 from ostinato.models import Decoder
 from ostinato.serve.server import Server
-from tests.models.model_files import SPECIAL
-from tests.serve.serving import MODEL, Start, call, client
+from tests.models.model_files import CONFIG, SPECIAL, write_gguf
+from tests.serve.serving import MODEL, SPACES, Start, call, client, open_generator, running
 from tests.serve.tool_templates import TEMPLATES
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -122,7 +125,9 @@ def test_several_calls_only_where_they_are_wanted(server: Server) -> None:
         fields: dict[str, Any] = {"tool_choice": "required", "seed": seed}
         (found,) = answered(server, **fields, logit_bias={str(END): -2})["choices"]
         several.append(len(made(found["message"])) > 1)
-        (found,) = answered(server, **fields, parallel_tool_calls=False)["choices"]
+        # What ends the answer is that nothing may follow.
+        fields |= {"parallel_tool_calls": False, "logit_bias": {str(END): -100}}
+        (found,) = answered(server, **fields)["choices"]
         assert len(made(found["message"])) == 1 and found["finish_reason"] == "tool_calls"
     assert any(several)
 
@@ -143,6 +148,18 @@ def test_a_call_that_is_cut_off_is_no_call(server: Server, most: int) -> None:
     )
     assert not any(one.choices[0].delta.tool_calls for one in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_call_begins_with_the_token_that_marks_it(marked: Server) -> None:
+    """As the model has learned it, and not spelt out."""
+    found = answered(marked, tool_choice="required", logprobs=True)["choices"][0]
+    assert found["logprobs"]["content"][0]["token"] == "[TOOL_CALLS]"
+
+
+def test_a_prompt_that_begins_the_reasoning_hides_no_call(start: Start) -> None:
+    template = TEMPLATES["hermes"] + "{%- if add_generation_prompt %}{{- '<think>\n' }}{%- endif %}"
+    found = answered(start(template, ends=True), tool_choice=NAMED, seed=1)["choices"][0]
+    assert made(found["message"]) and found["finish_reason"] == "tool_calls"
 
 
 def test_each_answer_has_a_grammar_of_its_own(server: Server) -> None:
@@ -233,6 +250,28 @@ def test_strict_arguments_fit_where_the_model_calls_freely(marked: Server, stric
         )["choices"][0]
         fits.append(bool(made(found["message"])) and found["finish_reason"] == "tool_calls")
     assert fits == [strict] * 6
+
+
+def test_the_space_that_a_tokenizer_adds_is_dropped_beside_strict_functions(
+    tmp_path: Path,
+) -> None:
+    path = write_gguf(
+        tmp_path / "spaces.gguf",
+        config=replace(CONFIG, context_length=2048),
+        metadata={**SPACES, "tokenizer.chat_template": TEMPLATES["hermes"]},
+    )
+    space_x = SPACES["tokenizer.ggml.tokens"].index("\u2581x")
+    (tool, *_) = TOOLS
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    with (
+        open_device("host") as device,
+        open_generator(device, path, max_context=2048) as generator,
+        running(generator) as server,
+    ):
+        for tools in ([tool], [strict]):
+            bias = {str(space_x): 100}
+            found = answered(server, tools=tools, logit_bias=bias, max_tokens=3)["choices"][0]
+            assert found["message"]["content"] == "x x x"
 
 
 # ------------------------------------------------------------------------------- what is refused

@@ -29,6 +29,7 @@ from ostinato.serve.server import Server
 from tests.models.model_files import write_gguf
 from tests.serve.serving import (
     MODEL,
+    SPACES,
     Reply,
     alone,
     call,
@@ -394,21 +395,7 @@ def test_what_could_have_become_a_stop_text_is_said_at_the_end_of_a_grammar(
 def test_a_grammar_of_a_tokenizer_that_adds_a_space_keeps_every_space(tmp_path: Path) -> None:
     """A chat's answer there drops the space that it begins with; a grammar's is kept to the byte,
     and its bytes may be tokens of their own."""
-    pieces = ["\u2581", "x", "\u2581x", "y", *(f"<unused{index}>" for index in range(17))]
-    path = write_gguf(
-        tmp_path / "spaces.gguf",
-        metadata={
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.pre": None,
-            "tokenizer.ggml.merges": None,
-            "tokenizer.ggml.tokens": [
-                "<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces,
-            ],
-            "tokenizer.ggml.scores": [0.0] * 259 + [-float(n) for n in range(len(pieces))],
-            "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
-            "tokenizer.ggml.unknown_token_id": 0,
-        },
-    )  # fmt: skip
+    path = write_gguf(tmp_path / "spaces.gguf", metadata=SPACES)
     with (
         open_device("host") as device,
         open_generator(device, path) as generator,

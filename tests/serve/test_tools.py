@@ -102,6 +102,30 @@ def test_text_and_several_calls(start: Start, monkeypatch: pytest.MonkeyPatch) -
     assert len({deltas[0].id for deltas in calls}) == 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_in_reasoning_that_the_prompt_began_is_a_thought(
+    start: Start, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As QwQ's template begins it; reported of other servers: the call was made."""
+    begins = "{{- '<|im_start|>assistant\n' }}"
+    assert TEMPLATES["hermes"].count(begins) == 1
+    server = start(TEMPLATES["hermes"].replace(begins, begins[:-4] + "<think>\n' }}"))
+    thought = f"Or {CALLS['hermes']}?</think>"
+    for after, count in (("No.", 0), (CALLS["hermes"], 1)):
+        say(monkeypatch, server, thought + after)
+        if stream:
+            text, calls, end = streamed(server)
+        else:
+            (choice,) = answered(server).choices
+            text, end = choice.message.content, choice.finish_reason
+            calls = choice.message.tool_calls or []
+        assert (len(calls), end) == (count, ("stop", "tool_calls")[count])
+        assert text == thought + after * (not count)
+    say(monkeypatch, server, f"{CALLS['hermes']} and so on")
+    (choice,) = answered(server).choices
+    assert choice.message.tool_calls is None, "without its end all is a thought"
+
+
 def test_the_clients_helper_for_streams(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start("hermes")
     say(monkeypatch, server, f"So: {CALLS['hermes']}")

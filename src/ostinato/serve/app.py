@@ -34,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 from ostinato.errors import InputError, ModelError, NotAvailableError, OstinatoError
 from ostinato.models import SamplingOptions, TokenLogprobs
 from ostinato.serve.calls import (
+    THINK,
     CallReader,
     ToolCall,
     ToolFormat,
@@ -98,6 +99,8 @@ _KEY_HEADERS = ("x-api-key", "api-key")
 _CHARACTERS_PER_TOKEN = 64
 """Characters per token beyond which a prompt is refused before it is tokenized: it cannot fit the
 context, and tokenizing it would block other requests for seconds.  A token of text has 3 to 5."""
+_TOKENS_OF_THINK = 16
+"""Tokens at the end of a prompt that hold the word which begins the reasoning, and white space."""
 _PROMPT_FIELDS: dict[Kind, str] = {"chat": "messages", "completion": "prompt", "response": "input"}
 _ID_PREFIXES: dict[Kind, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "response": "resp_"}
 _REFUSALS = {
@@ -732,7 +735,12 @@ class _Answering(Response):
         if isinstance(chat, Chat) and chat.tools:
             assert service.tool_format is not None, "the jobs were made"
             names = {tool["function"]["name"] for tool in chat.tools}
-            read = partial(CallReader, service.tool_format, names, one=chat.one_call)
+            # Some templates begin the reasoning; an answer that must be a call has none.
+            end = service.engine.generator.tokenizer.decode(
+                jobs[0].tokens[-_TOKENS_OF_THINK:], skip_special=False
+            )
+            thinks = not chat.forced and end.rstrip().endswith(THINK)
+            read = partial(CallReader, service.tool_format, names, one=chat.one_call, thinks=thinks)
             self._readers = [read() for _ in jobs]
         self._begun: dict[int, CompletionLogprobs] = {}
         """The answers of which `_more` was asked, by index."""

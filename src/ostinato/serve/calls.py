@@ -29,6 +29,8 @@ T = TypeVar("T")
 _Steps: TypeAlias = Generator[None, None, T]
 """A reader that stops at each `yield` until there is more text."""
 
+THINK = "<think>"
+"""The word that begins a model's reasoning."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Mistral's templates refuse ids of another length or with other characters."""
@@ -138,11 +140,19 @@ class CallReader:
     """A reader of one answer, which takes its text in pieces.
 
     `names`: those of the tools that can be called.  `one`: the answer ends with its first call;
-    `over` is then True, and further text is dropped.  White space beside a call is dropped.
+    `over` is then True, and further text is dropped.  `thinks`: the prompt has begun the reasoning.
+    White space beside a call is dropped.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str], *, one: bool = False) -> None:
-        self._form, self._names, self._one = form, names, one
+    def __init__(
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        *,
+        one: bool = False,
+        thinks: bool = False,
+    ) -> None:
+        self._form, self._names, self._one, self._thinks = form, names, one, thinks
         self.text, self.last = "", False
         """The text that is not given yet, and True if no more follows."""
         self._given: list[str | ToolCall] = []
@@ -168,7 +178,7 @@ class CallReader:
 
     def _reasoning(self) -> _Steps[None]:
         """Passes on the reasoning with which an answer may begin: calls in it are not meant."""
-        word, end = "</think>", (yield from self.word(0, "<think>"))
+        word, end = "</think>", (0 if self._thinks else (yield from self.word(0, THINK)))
         while end is not None and (at := self.text.find(word)) < 0:
             self._say(len(self.text) - (0 if self.last else _held(self.text, word)))
             if self.last:
