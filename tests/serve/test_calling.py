@@ -67,6 +67,8 @@ ASK: dict[str, Any] = {
 }
 NO_SPACE = {str(len(SPECIAL) + byte): -100 for byte in b"\n\t\r"}
 """Biases against space between JSON's tokens, of which a model of random weights writes much."""
+NO_BLANK = {**NO_SPACE, str(len(SPECIAL) + ord(" ")): -100, "267": -100}
+"""The same against blanks, which some formats have."""
 
 
 @pytest.fixture(params=list(TEMPLATES))
@@ -226,7 +228,7 @@ def test_an_answer_of_a_schema_may_begin_like_a_call(start: Start) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": schema("a", type="object")}}
     seen = set()
     for seed in range(12):
-        fields = {"response_format": form, "seed": seed, "logit_bias": NO_SPACE}
+        fields = {"response_format": form, "seed": seed, "logit_bias": NO_BLANK}
         (found,) = answered(server, **fields)["choices"]
         content = found["message"]["content"]
         seen.add(content is None)
@@ -296,6 +298,10 @@ def test_parameters_that_cannot_be_kept_are_named(
     # Where nothing has to keep them, they are the model's own business.
     tools[0]["function"].pop("strict", None)
     answered(marked, tools=tools, max_tokens=3)
+    answered(marked, tools=tools, max_tokens=3, response_format={"type": "json_object"})
+    wrong = {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}
+    reply = call(marked, "POST", CHAT, {**ASK, "tools": tools, "response_format": wrong})
+    assert reply.status == 400 and reply.error["param"] == "response_format"
 
 
 def test_a_model_that_is_split_cannot_be_forced(

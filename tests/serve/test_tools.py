@@ -445,6 +445,11 @@ def arguments(value: object) -> dict[str, object]:
             "tool_choice",
             "no such function in tools",
         ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": []}}},
+            "tool_choice",
+            "no such function in tools",
+        ),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "no such function in tools"),
         (
             {"structured_outputs": {"regex": "a"}},
@@ -452,6 +457,7 @@ def arguments(value: object) -> dict[str, object]:
             "must be a JSON schema, an object, where there are tools",
         ),
         ({"json_schema": True}, "json_schema", "must be a JSON schema, an object, where"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "must be a JSON schema"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "cannot set tools"),
         (

@@ -363,8 +363,11 @@ class Service:
             or not (given or chat.forced or chat.strict)
         ):
             return given
-        param = "tool_choice" if chat.forced else "tools"
-        answer = json.loads(given.text) if given and given.kind == "json_schema" else None
+        param = "tool_choice" if chat.forced else given.param if given else "tools"
+        answer = None
+        if given and given.kind == "json_schema":
+            with suppress(ValueError, RecursionError):
+                answer = json.loads(given.text)
         if given and not isinstance(answer, dict):
             words = f"{given.param} must be a JSON schema, an object, where there are tools"
             raise ApiError(400, words, param=given.param)

@@ -370,8 +370,7 @@ def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None 
     functions = {one["function"]["name"]: {**one["function"]} for one in tools}
     strict = frozenset(name for name, one in functions.items() if one.pop("strict", False))
     named = isinstance(choice, dict)
-    wanted = {choice["name"]} if isinstance(choice, dict) else {*functions}
-    forced = wanted & {*functions} if named or choice == "required" else ()
+    forced = frozenset(name for name in functions if choice in ("required", {"name": name}))
     if choice not in ("none", "auto") and not forced:
         raise ApiError(400, "tool_choice: there is no such function in tools", param="tool_choice")
     if repeated is not None:
@@ -384,7 +383,7 @@ def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None 
         chat,
         tools=tuple({"type": "function", "function": one} for one in functions.values()),
         one_call=named or not several,
-        forced=frozenset(forced),
+        forced=forced,
         strict=strict,
     )
 
