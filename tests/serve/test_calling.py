@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 # Where these are missing there are tests of other things; `make test` installs them
@@ -17,9 +18,12 @@ pytest.importorskip("ostinato.serve.server")
 pytest.importorskip("llguidance")
 
 from ostinato import open_device
-from ostinato.models import Decoder
+from ostinato.models import Decoder, Tokenizer
+from ostinato.serve.calls import FORMATS, arguments_schema
+from ostinato.serve.grammar import GrammarCompiler, fill_masks
 from ostinato.serve.server import Server
 from tests.models.model_files import CONFIG, SPECIAL, write_gguf
+from tests.serve.conftest import MARKS
 from tests.serve.serving import MODEL, SPACES, Start, call, client, open_generator, running
 from tests.serve.tool_templates import TEMPLATES
 
@@ -228,7 +232,8 @@ def test_an_answer_of_a_schema_may_begin_like_a_call(start: Start) -> None:
     form = {"type": "json_schema", "json_schema": {"schema": schema("a", type="object")}}
     seen = set()
     for seed in range(12):
-        fields = {"response_format": form, "seed": seed, "logit_bias": NO_BLANK}
+        fields: dict[str, Any] = {"response_format": form, "seed": seed, "logit_bias": NO_BLANK}
+        fields["parallel_tool_calls"] = False
         (found,) = answered(server, **fields)["choices"]
         content = found["message"]["content"]
         seen.add(content is None)
@@ -274,6 +279,82 @@ def test_the_space_that_a_tokenizer_adds_is_dropped_beside_strict_functions(
             bias = {str(space_x): 100}
             found = answered(server, tools=tools, logit_bias=bias, max_tokens=3)["choices"][0]
             assert found["message"]["content"] == "x x x"
+
+
+# ---------------------------------------------------------------------------------- the grammars
+
+
+def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """True if the text is a whole answer."""
+    place = compiler.compile("lark", grammar)
+    over = False
+    for token in [*tokenizer.encode(text, add_special=False), END]:
+        words = np.empty((1, 9), np.uint32)
+        fill_masks({0: place}, words)
+        if over or not words[0, token // 32] >> (token % 32) & 1:
+            return over and token == END
+        over = place.take(token)
+    return True
+
+
+CALL, WRONG = '{"x": 1}', '{"x": 3}'
+HERMES = '<tool_call>\n{"name": "get", "arguments": %s}\n</tool_call>'
+LIST = '{"name": "get", "arguments": %s}'
+LLAMA = '{"name": "get", "parameters": %s}'
+ANSWERS: list[tuple[str, str, str]] = [  # a format; a text with calls; where it is an answer
+    ("hermes", HERMES, "must may"),
+    ("hermes", f"{HERMES}\n{HERMES}", "must may"),
+    ("hermes", f"So: {HERMES} and {HERMES}.", "may"),
+    ("hermes", f"<tool_call>\n{HERMES}", ""),
+    ("hermes", HERMES.replace("get", "got"), ""),
+    ("mistral", f"[TOOL_CALLS][{LIST}]", "must may"),
+    ("mistral", f"[TOOL_CALLS] [{LIST}, {LIST}]", "must may"),
+    ("mistral", f"So: [TOOL_CALLS][{LIST}] and [TOOL_CALLS][{LIST}].", "may"),
+    ("mistral, named", "[TOOL_CALLS]get[ARGS]%s", "must may"),
+    ("mistral, named", "[TOOL_CALLS]get[CALL_ID]abc123XYZ[ARGS]%s", "must may"),
+    ("mistral, named", "[TOOL_CALLS]get[CALL_ID]abc[ARGS]%s", ""),
+    ("mistral, named", "[TOOL_CALLS]get[ARGS]%s[TOOL_CALLS]get[ARGS]%s", "must may"),
+    ("mistral, named", "So: [TOOL_CALLS]get[ARGS]%s and [TOOL_CALLS]get[ARGS]%s.", "may"),
+    ("llama", LLAMA, "must may"),
+    ("llama", f"{LLAMA}; {LLAMA}", "must may"),
+    ("llama", f"So: {LLAMA}", "text"),
+    ("llama", " \n[%s]", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "where"), ANSWERS)
+@pytest.mark.parametrize("spelt", [False, True])
+def test_what_a_grammar_of_calls_takes(
+    marked: Server, name: str, text: str, where: str, spelt: bool
+) -> None:
+    """`spelt`: the words that mark calls are other ones, which are text and no tokens."""
+    generator = marked.engine.generator
+    tokenizer = generator.tokenizer
+    compiler = GrammarCompiler(tokenizer, 280, generator.decoder.stop_tokens)
+    form = dict(zip(TEMPLATES, FORMATS, strict=True))[name]
+    words = {word: CALLS + n for n, word in enumerate(MARKS) if word in form.words}
+    if spelt:
+
+        def other(given: str) -> str:
+            for word in MARKS:
+                given = given.replace(word, word.replace("]", "_]"))
+            return given
+
+        words, text = {}, other(text)
+        form = replace(form, words=tuple(map(other, form.words)), call=other(form.call))
+    schemas = {"get": arguments_schema({"name": "get", **FUNCTIONS["get"]})}
+    for free in (False, True):
+        grammar = form.grammar(schemas, words, one=False, free=free, answer=None)
+        right = ("may" in where or where == "text") if free else "must" in where
+        for arguments, fits in (
+            (CALL, right),
+            (CALL.replace(" ", 33 * " "), right and where == "text"),
+            (WRONG, right and where == "text"),
+        ):
+            filled = text.replace("%s", arguments)
+            assert takes(compiler, tokenizer, grammar, filled) is fits, (free, filled)
+        for plain in ("", "It is [warm] {today}, <tool_cal or [TOOL_CALL. \n"):
+            assert takes(compiler, tokenizer, grammar, plain) is free
 
 
 # ------------------------------------------------------------------------------- what is refused
