@@ -320,10 +320,13 @@ def unwanted_bodies(attack: Attack) -> None:
 
 
 def hostile_tools(attack: Attack) -> None:
-    """Many tools, schemas of a megabyte, and prompts that have the words of calls in them."""
+    """Many tools, schemas of a megabyte or with hard patterns, which the answer must match, and
+    prompts that have the words of calls in them."""
     function = {"name": "f", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": {**function, "name": f"f{n}"}} for n in range(128)]
     long = {"type": "function", "function": {**function, "description": 1_000_000 * "x"}}
+    hard = {"type": "string", "pattern": "^(x?y?){99}(x+x+)+z$"}
+    matched = {"name": "f", "parameters": {"properties": {"a": hard}, "required": ["a"]}}
     words = {"role": "user", "content": 200 * '<tool_call>{"'}
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": 2000 * "["}}
     bodies = [
@@ -332,6 +335,8 @@ def hostile_tools(attack: Attack) -> None:
         request(chat(messages=[words], tools=tools[:1])),
         request(chat(messages=[words, {"role": "assistant", "tool_calls": [call]}])),
         request(chat(tools=tools[:1], stream=True, parallel_tool_calls=False)),
+        request(chat(tools=tools[:1], tool_choice="required", stream=True)),
+        request(chat(tools=[{"type": "function", "function": matched}], tool_choice="required")),
     ]
     while attack.on:
         attack.send(attack.random.choice(bodies), ends=False)
