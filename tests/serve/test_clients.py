@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -32,8 +32,9 @@ def langchain(start: Start) -> Any:
     """Makes LangChain's model of a server."""
     module = pytest.importorskip("langchain_openai")
 
-    def made(name: str | None = "hermes", **options: Any) -> Any:
-        place = {"base_url": f"{start(name).url}/v1", "api_key": "none", "max_retries": 0}
+    def made(name: str | None = "hermes", ends: bool = False, **options: Any) -> Any:
+        url = start(name, ends=ends).url
+        place = {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
         return module.ChatOpenAI(model=MODEL, **place, **options)
 
     return made
@@ -71,9 +72,37 @@ def test_langchain_calls_tools(
 
 def test_langchain_says_what_is_not_supported(langchain: Any) -> None:
     openai = pytest.importorskip("openai")
-    for name, options in (("hermes", {"tool_choice": "any"}), (None, {})):
-        with pytest.raises(openai.BadRequestError, match="tool"):
-            langchain(name).bind_tools([warmth], **options).invoke("How warm is it?")
+    with pytest.raises(openai.BadRequestError, match="tools cannot be used"):
+        langchain(None).bind_tools([warmth]).invoke("How warm is it?")
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_langchain_makes_a_model_answer_in_its_form(langchain: Any, responses: bool) -> None:
+    """By a call, forced or strict, and by a schema; the model has random weights."""
+    pytest.importorskip("llguidance")
+    pydantic = pytest.importorskip("pydantic")
+
+    class Found(pydantic.BaseModel):  # type: ignore[name-defined,misc]
+        """What was found."""
+
+        size: Literal[1, 2]
+
+    model = langchain(ends=True, use_responses_api=responses, temperature=1, max_tokens=900)
+    for options in (
+        {"method": "function_calling"},
+        {"method": "function_calling", "strict": True},
+        {"method": "json_schema"},
+        {"method": "json_schema", "strict": True, "tools": [warmth]},
+    ):
+        found = model.with_structured_output(Found, include_raw=True, **options).invoke("How?")
+        if "tools" not in options or not found["raw"].tool_calls:
+            assert found["parsed"].size in (1, 2), found
+    called = model.bind_tools([Found], tool_choice="any", parallel_tool_calls=False)
+    (one,) = called.invoke("How?").tool_calls
+    assert one["name"] == "Found" and one["args"]["size"] in (1, 2)
+    pieces = list(called.stream("How?"))
+    (one,) = sum(pieces[1:], pieces[0]).tool_calls
+    assert one["name"] == "Found" and one["args"]["size"] in (1, 2)
 
 
 # -------------------------------------------------------------------------------- the command llm
