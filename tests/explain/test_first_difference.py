@@ -250,6 +250,49 @@ def test_nodes_of_one_name_are_paired_as_their_edges_allow(
         assert first_difference(stream, other, graphs[0]) is None
 
 
+def layers(work: Work, values: list[float | None]) -> ost.Graph:
+    """A chain of layers at the same addresses: fill y, x += y, x doubles; None: without a fill."""
+    made, last = ost.Graph.create(work.device), list[ost.Node]()
+    for value in values:
+        args: list[tuple[object, ...]] = [("fill", work.y, value, N)] if value else []
+        args += [("add", work.x, work.y, work.x, N), ("scale", work.x, N)]
+        for name, *given in args:
+            code = kernel(work.device, str(name))
+            last = [made.add_kernel(code, config(N), *given, after=last)]
+    return made
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_one_of_several_nodes_that_are_else_the_same(
+    device: Device, stream: ost.Stream, layer: int, own: bool
+) -> None:
+    """The node of another layer, which is alike, is not its partner."""
+    works = Work(device), Work(device)
+    values: list[float | None] = [3, 3, 3]
+    values[layer] = 4
+    graphs = layers(works[0], [3, 3, 3]), layers(works[own], values)
+    for pair in (graphs, graphs[::-1]):
+        found = first_difference(stream, *pair)
+        assert found is not None and found.a is not None and found.b is not None
+        assert (found.a.path, found.b.path) == (str(3 * layer), str(3 * layer))
+        assert found.cause is DifferenceCause.OTHER_ARGUMENT
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
+def test_a_missing_node_of_several_of_its_name(
+    device: Device, stream: ost.Stream, own: bool
+) -> None:
+    works = Work(device), Work(device)
+    graphs = layers(works[0], [3, 4, 5]), layers(works[own], [3, None, 5])
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.a is not None
+    assert (found.a.path, found.b, found.cause) == ("3", None, DifferenceCause.MISSING_NODE)
+    found = first_difference(stream, *graphs[::-1])
+    assert found is not None and found.b is not None
+    assert (found.a, found.b.path, found.cause) == (None, "3", DifferenceCause.MISSING_NODE)
+
+
 def test_edges_that_contradict_each_other_are_no_difference(
     device: Device, stream: ost.Stream
 ) -> None:

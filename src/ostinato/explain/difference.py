@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, islice, pairwise, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -61,6 +61,8 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _BATCH = 64
 """Pieces that are read at once."""
 _MOST_TRIALS = 256
+_MOST_CELLS = 1 << 24
+"""Of a table in which nodes that both runs have in the same order are found."""
 _MOST_INPUT = 64 << 20
 _THREADS = 256
 
@@ -817,47 +819,54 @@ class _Comparison:
 
 
 def _pairs(a: _Side, b: _Side) -> list[_Pair]:
-    """Pairs the nodes of two runs, in the order of the first; None for a node without a partner."""
-    looks = [[_looks(side, at) for at in range(len(side.nodes))] for side in (a, b)]
+    """Pairs the nodes of two runs, in the order of the first; None for a node without a partner.
+
+    First nodes that are alike, then those alike but for addresses, then those of one name: each
+    time those that both runs have in the same order, as many as there are, and then the others.
+    So a node that is changed, or missing, leaves alone those of its name that come after it.
+    """
+    sides = a, b
+    looks = [[_looks(side, at) for at in range(len(side.nodes))] for side in sides]
     order: dict[int, int] = {}
-    ahead = Counter(each for one in looks[0] for each in (one, one[:2], one[:1]))
-    left: dict[object, dict[int, None]] = {}
-    for j, one in enumerate(looks[1]):
-        for each in (one, one[:2], one[:1], one[0][0]):
-            left.setdefault(each, {})[j] = None
+    taken: set[int] = set()
+    anchors = [(-1, -1), (len(a.nodes), len(b.nodes))]
+    """Pairs in the order of both runs."""
+
+    def free(side: int, begin: int, end: int) -> list[int]:
+        return [at for at in range(begin, end) if at not in (taken if side else order)]
+
+    def pair(i: int, j: int) -> None:
+        order[i] = j
+        taken.add(j)
 
     def displaced(i: int, j: int) -> bool:
         """False if both wait for nodes that are pairs."""
         return {order.get(at) for at in a.nodes[i].after} != {*b.nodes[j].after}
 
-    def partners(mine: _Looks) -> Iterator[list[int]]:
-        """Yields nodes that may be the partner, the likeliest first: alike, alike but for
-        addresses, of one name; the latter two first without those that later nodes are alike to."""
-        yield [*left.get(mine, ())]
-        for part in (mine[:2], mine[:1]):
-            yield [
-                j
-                for j in left.get(part, ())
-                if not ahead[looks[1][j]] and (part == mine[:2] or not ahead[looks[1][j][:2]])
-            ]
-        yield [*left.get(mine[:1], ())]
-
-    for by_name in (True, False):  # first those of one name, then another kernel in the same place
-        for i, mine in enumerate(looks[0]):
-            if i in order:
-                continue
-            ahead.subtract((mine, mine[:2], mine[:1]) if by_name else ())
-            if by_name:
-                able = next(filter(None, partners(mine)), [])
-            else:
-                able = [j for j in left.get(mine[0][0], ()) if not displaced(i, j)]
-            if able:
-                order[i] = j = next((j for j in able if not displaced(i, j)), able[0])
-                one = looks[1][j]
-                for each in (one, one[:2], one[:1], one[0][0]):
-                    del left[each][j]
+    for depth in (3, 2, 1):
+        numbers: dict[_Looks | tuple[object, ...], int] = {}
+        keys = [[numbers.setdefault(one[:depth], len(numbers)) for one in of] for of in looks]
+        for begin, end in pairwise(tuple(anchors)):
+            mine, theirs = (free(side, begin[side] + 1, end[side]) for side in (0, 1))
+            for x, y in _in_order([keys[0][i] for i in mine], [keys[1][j] for j in theirs]):
+                pair(mine[x], theirs[y])
+                anchors.append((mine[x], theirs[y]))
+        anchors.sort()
+        left: dict[int, list[int]] = {}
+        for j in free(1, 0, len(b.nodes)):
+            left.setdefault(keys[1][j], []).append(j)
+        for i in free(0, 0, len(a.nodes)):
+            if able := left.get(keys[0][i]):
+                j = next((j for j in able if not displaced(i, j)), able[0])
+                able.remove(j)
+                pair(i, j)
+    for i in free(0, 0, len(a.nodes)):  # another kernel in the same place
+        for j in free(1, 0, len(b.nodes)):
+            if looks[0][i][0][0] == looks[1][j][0][0] and not displaced(i, j):
+                pair(i, j)
+                break
     pairs: list[_Pair] = [(i, order.get(i)) for i in range(len(a.nodes))]
-    for j in sorted({j for group in left.values() for j in group}):  # after all it waits for
+    for j in free(1, 0, len(b.nodes)):  # after all it waits for
         waits = [
             k
             for k, (_, other) in enumerate(pairs)
@@ -865,6 +874,33 @@ def _pairs(a: _Side, b: _Side) -> list[_Pair]:
         ]
         pairs.insert(max(waits, default=-1) + 1, (None, j))
     return pairs
+
+
+def _in_order(one: Sequence[int], two: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the places of a longest common subsequence; of very long ones that differ in the
+    middle only their equal begin and end."""
+    shorter = min(len(one), len(two))
+    head = next((n for n in range(shorter) if one[n] != two[n]), shorter)
+    most = shorter - head
+    tail = next((n for n in range(most) if one[-1 - n] != two[-1 - n]), most)
+    yield from ((n, n) for n in range(head))
+    yield from ((len(one) - n, len(two) - n) for n in range(1, tail + 1))
+    x, y = (np.array(of[head : len(of) - tail], np.int64) for of in (one, two))
+    if not 0 < x.size * y.size <= _MOST_CELLS:
+        return
+    lengths = np.zeros((x.size + 1, y.size + 1), np.uint16)  # of what follows
+    for i in reversed(range(x.size)):
+        best = np.maximum(lengths[i + 1, :-1], lengths[i + 1, 1:] + (x[i] == y))
+        lengths[i, :-1] = np.maximum.accumulate(best[::-1])[::-1]
+    i = j = 0
+    while i < x.size and j < y.size:
+        if x[i] == y[j]:
+            yield head + i, head + j
+            i, j = i + 1, j + 1
+        elif lengths[i + 1, j] >= lengths[i, j + 1]:
+            i += 1
+        else:
+            j += 1
 
 
 def _looks(side: _Side, at: int) -> _Looks:
