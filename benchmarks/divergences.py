@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,12 @@ class Planted:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`open`: makes what the plants and the control get; `plants` by what they plant."""
+    """`open`: makes the object whose methods plant, of a device, and whether small is enough;
+    `plants`: its methods by what they plant.  `nothing` is the control."""
 
     kind: str
-    open: Callable[[ost.Device, bool], Any]
-    control: Callable[[Any], Planted]
-    plants: Mapping[str, Callable[[Any], Planted]]
+    open: Callable[..., Any]
+    plants: Mapping[str, str]
 
 
 # ------------------------------------------------------------------------------- layers
@@ -270,7 +271,7 @@ class Layers:
 
 
 class Ground:
-    """What the plants of one work get."""
+    """Plants in `Layers`."""
 
     def __init__(self, device: ost.Device) -> None:
         self.device, self.stream = device, device.create_stream()
@@ -283,168 +284,150 @@ class Ground:
         """The graph as if another library had made it: without signatures, lines and owners."""
         return ost.Graph.adopt(self.device, int(graph.handle), owner=graph)
 
+    def nothing(self) -> Planted:
+        one, two = self.layers(), self.layers()
+        return Planted(one.submit, two.graph(), ())
 
-def equal_layers(ground: Ground) -> Planted:
-    one, two = ground.layers(), ground.layers()
-    return Planted(one.submit, two.graph(), ())
+    def weight_element(self) -> Planted:
+        one, two = self.layers(), self.layers()
+        values = two.weights[2].to_numpy(two.stream)
+        values[40, 17] += 0.5
+        two.weights[2].set(values, two.stream)
+        return Planted(one.graph(), two.graph(), one.place("project2"))
 
+    def frozen_scalar(self) -> Planted:
+        layers = self.layers()
+        run = layers.graph().instantiate()
+        now = layers.changed("add1", factor=0.75)
+        return Planted(lambda: layers.submit(now), run, layers.place("add1"))
 
-def weight_element(ground: Ground) -> Planted:
-    one, two = ground.layers(), ground.layers()
-    values = two.weights[2].to_numpy(two.stream)
-    values[40, 17] += 0.5
-    two.weights[2].set(values, two.stream)
-    return Planted(one.graph(), two.graph(), one.place("project2"))
+    def epsilon_in_a_child(self) -> Planted:
+        layers = self.layers()
 
+        def outer() -> ost.Graph:
+            graph = ost.Graph.create(self.device)
+            first = graph.add_fill(layers.scaled, 1)
+            graph.add_child(layers.graph(), after=[first])
+            return graph
 
-def frozen_scalar(ground: Ground) -> Planted:
-    layers = ground.layers()
-    run = layers.graph().instantiate()
-    now = layers.changed("add1", factor=0.75)
-    return Planted(lambda: layers.submit(now), run, layers.place("add1"))
+        run, (place,) = outer().instantiate(), layers.place("norm1")
+        run.set(run.nodes()[1].children[0][int(place)], "epsilon", 1e-2)
+        return Planted(outer(), run, (f"1.child.{place}",))
 
+    def forgotten_rebind(self) -> Planted:
+        layers = self.layers()
+        fresh = self.device.zeros((layers.rows, WIDTH), np.float32, name="fresh")
+        right, wrong = (layers.graph().instantiate() for _ in range(2))
+        right.rebind({layers.h: fresh})
+        wrong.rebind({layers.h: fresh})
+        (place,) = layers.place("project2")
+        wrong.set(int(place), "x", layers.h)
+        return Planted(right, wrong, (place,))
 
-def epsilon_in_a_child(ground: Ground) -> Planted:
-    layers = ground.layers()
+    def freed_buffer(self) -> Planted:
+        layers, gone = self.layers(), self.device.zeros(WIDTH, np.float32, name="gone")
+        wrong = layers.graph(layers.changed("project1", bias=gone))
+        gone.close()
+        return Planted(layers.graph(), wrong, layers.place("project1"))
 
-    def outer() -> ost.Graph:
-        graph = ost.Graph.create(ground.device)
-        first = graph.add_fill(layers.scaled, 1)
-        graph.add_child(layers.graph(), after=[first])
-        return graph
+    def missing_edge(self) -> Planted:
+        layers = self.layers()
+        layers.replayed()  # the answers are there: only another order shows it
+        return Planted(layers.forked(), layers.forked(("project2", "drop2")), layers.place("drop2"))
 
-    run, (place,) = outer().instantiate(), layers.place("norm1")
-    run.set(run.nodes()[1].children[0][int(place)], "epsilon", 1e-2)
-    return Planted(outer(), run, (f"1.child.{place}",))
+    def missing_tail(self) -> Planted:
+        layers = self.layers()
+        step = layers.steps["project2"]
+        short = replace(step, config=ost.LaunchConfig(step.config.grid[0] - 1, BLOCK))
+        wrong = layers.graph({**layers.steps, "project2": short})
+        runs = (self.adopted(one) for one in (layers.graph(), wrong))
+        return Planted(*runs, layers.place("project2"))
 
+    def other_bytes_copied(self) -> Planted:
+        layers = self.layers()
+        wrong = layers.graph(layers.changed("start", src=layers.given[1 : layers.rows + 1]))
+        return Planted(layers.graph(), wrong, layers.place("start"))
 
-def forgotten_rebind(ground: Ground) -> Planted:
-    layers = ground.layers()
-    fresh = ground.device.zeros((layers.rows, WIDTH), np.float32, name="fresh")
-    right, wrong = (layers.graph().instantiate() for _ in range(2))
-    right.rebind({layers.h: fresh})
-    wrong.rebind({layers.h: fresh})
-    (place,) = layers.place("project2")
-    wrong.set(int(place), "x", layers.h)
-    return Planted(right, wrong, (place,))
+    def other_fill(self) -> Planted:
+        layers = self.layers()
+        run = layers.graph().instantiate()
+        (place,) = layers.place("clear")
+        run.set(int(place), dst=layers.counter, value=1)
+        return Planted(layers.graph(), run, (place,))
 
+    def never_written(self) -> Planted:
+        runs, places = [], ()
+        for content in (0, 3):
+            layers = self.layers()
+            scratch = self.device.full((layers.rows, WIDTH), content, np.float32, name="scratch")
+            runs.append(layers.graph(layers.changed("add1", y=scratch)))
+            places = layers.place("add1")
+        return Planted(runs[0], runs[1], places)
 
-def freed_buffer(ground: Ground) -> Planted:
-    layers, gone = ground.layers(), ground.device.zeros(WIDTH, np.float32, name="gone")
-    wrong = layers.graph(layers.changed("project1", bias=gone))
-    gone.close()
-    return Planted(layers.graph(), wrong, layers.place("project1"))
+    def not_a_number(self) -> Planted:
+        layers = self.layers()
+        wrong = layers.graph(layers.changed("norm0", epsilon=0.0))  # one row is zeros
+        return Planted(layers.graph(), wrong, layers.place("norm0"))
 
+    def minus_zero(self) -> Planted:
+        layers = self.layers()
+        runs = (layers.graph(layers.changed("scale", factor=factor)) for factor in (0.0, -0.0))
+        return Planted(*runs, layers.place("scale"))
 
-def missing_edge(ground: Ground) -> Planted:
-    layers = ground.layers()
-    layers.replayed()  # the answers are there: only another order shows it
-    return Planted(layers.forked(), layers.forked(("project2", "drop2")), layers.place("drop2"))
+    def other_seed(self) -> Planted:
+        layers = self.layers()
+        wrong = layers.graph(layers.changed("drop1", seed=99))
+        return Planted(self.adopted(layers.graph()), self.adopted(wrong), layers.place("drop1"))
 
+    def next_version(self) -> Planted:
+        """Two graph files, each loaded to memory of its own."""
+        layers, runs = self.layers(), []
+        with tempfile.TemporaryDirectory() as folder:
+            for factor in (0.5, 0.25):
+                path = Path(folder, f"{factor}.graph")
+                ost.graphfile.save(
+                    layers.graph(layers.changed("add1", factor=factor)),
+                    path,
+                    inputs={"given": layers.given},
+                    outputs={"total": layers.total, "kept": layers.kept, "scaled": layers.scaled},
+                    constants={one.name: one for one in (*layers.weights, *layers.biases)},
+                    check=False,
+                )
+                runs.append(ost.graphfile.load(self.device, path))
+        return Planted(*runs, layers.place("add1"))
 
-def missing_tail(ground: Ground) -> Planted:
-    layers = ground.layers()
-    step = layers.steps["project2"]
-    short = replace(step, config=ost.LaunchConfig(step.config.grid[0] - 1, BLOCK))
-    wrong = layers.graph({**layers.steps, "project2": short})
-    runs = (ground.adopted(one) for one in (layers.graph(), wrong))
-    return Planted(*runs, layers.place("project2"))
+    def eight_rows(self) -> Planted:
+        """A step of one row against one of eight, in which one norm is over the whole batch."""
+        one, many = self.layers(1), self.layers(8)
+        wrong = many.changed("norm1", rows=1, width=many.n)
+        return Planted(one.graph(), many.graph(wrong), one.place("norm1"))
 
+    def zeroed_once(self) -> Planted:
+        """The counter of a kernel's last block was set to zero once, before the capture, so the
+        graph does not do it (as reported in https://github.com/ROCm/aiter/pull/4715)."""
+        layers = self.layers()
+        layers.replayed()
+        steps = {name: one for name, one in layers.steps.items() if name != "clear"}
+        return Planted(layers.submit, layers.graph(steps), layers.place("clear"), in_a=True)
 
-def other_bytes_copied(ground: Ground) -> Planted:
-    layers = ground.layers()
-    wrong = layers.graph(layers.changed("start", src=layers.given[1 : layers.rows + 1]))
-    return Planted(layers.graph(), wrong, layers.place("start"))
-
-
-def other_fill(ground: Ground) -> Planted:
-    layers = ground.layers()
-    run = layers.graph().instantiate()
-    (place,) = layers.place("clear")
-    run.set(int(place), dst=layers.counter, value=1)
-    return Planted(layers.graph(), run, (place,))
-
-
-def never_written(ground: Ground) -> Planted:
-    runs, places = [], ()
-    for content in (0, 3):
-        layers = ground.layers()
-        scratch = ground.device.full((layers.rows, WIDTH), content, np.float32, name="scratch")
-        runs.append(layers.graph(layers.changed("add1", y=scratch)))
-        places = layers.place("add1")
-    return Planted(runs[0], runs[1], places)
-
-
-def not_a_number(ground: Ground) -> Planted:
-    layers = ground.layers()
-    wrong = layers.graph(layers.changed("norm0", epsilon=0.0))  # one row is zeros
-    return Planted(layers.graph(), wrong, layers.place("norm0"))
-
-
-def minus_zero(ground: Ground) -> Planted:
-    layers = ground.layers()
-    runs = (layers.graph(layers.changed("scale", factor=factor)) for factor in (0.0, -0.0))
-    return Planted(*runs, layers.place("scale"))
-
-
-def other_seed(ground: Ground) -> Planted:
-    layers = ground.layers()
-    wrong = layers.graph(layers.changed("drop1", seed=99))
-    return Planted(ground.adopted(layers.graph()), ground.adopted(wrong), layers.place("drop1"))
-
-
-def next_version(ground: Ground) -> Planted:
-    """Two graph files, each loaded to memory of its own."""
-    layers, runs = ground.layers(), []
-    with tempfile.TemporaryDirectory() as folder:
-        for factor in (0.5, 0.25):
-            path = Path(folder, f"{factor}.graph")
-            ost.graphfile.save(
-                layers.graph(layers.changed("add1", factor=factor)),
-                path,
-                inputs={"given": layers.given},
-                outputs={"total": layers.total, "kept": layers.kept, "scaled": layers.scaled},
-                constants={one.name: one for one in (*layers.weights, *layers.biases)},
-                check=False,
-            )
-            runs.append(ost.graphfile.load(ground.device, path))
-    return Planted(*runs, layers.place("add1"))
-
-
-def eight_rows(ground: Ground) -> Planted:
-    """A step of one row against one of eight, in which one norm is over the whole batch."""
-    one, many = ground.layers(1), ground.layers(8)
-    wrong = many.changed("norm1", rows=1, width=many.n)
-    return Planted(one.graph(), many.graph(wrong), one.place("norm1"))
-
-
-def zeroed_once(ground: Ground) -> Planted:
-    """The counter of a kernel's last block was set to zero once, before the capture, so that the
-    graph does not do it (as reported in https://github.com/ROCm/aiter/pull/4715)."""
-    layers = ground.layers()
-    layers.replayed()
-    steps = {name: one for name, one in layers.steps.items() if name != "clear"}
-    return Planted(layers.submit, layers.graph(steps), layers.place("clear"), in_a=True)
-
-
-def changed_input_address(ground: Ground) -> Planted:
-    """The step before gives its result at a new address, and this one reads the address of the
-    capture (as reported in https://github.com/vllm-project/vllm/pull/53915)."""
-    layers = ground.layers()
-    fresh = ground.device.zeros((layers.rows, WIDTH), np.float32, name="fresh")
-    now = layers.changed("project1", out=fresh)
-    for name, word in (("drop1", "x"), ("add1", "y")):
-        now[name] = now[name].with_(**{word: fresh})
-    run = layers.graph().instantiate()
-    run.set(int(layers.place("project1")[0]), "out", fresh)
-    return Planted(lambda: layers.submit(now), run, layers.place("drop1"))
+    def changed_input_address(self) -> Planted:
+        """The step before gives its result at a new address, and this one reads the address of the
+        capture (as reported in https://github.com/vllm-project/vllm/pull/53915)."""
+        layers = self.layers()
+        fresh = self.device.zeros((layers.rows, WIDTH), np.float32, name="fresh")
+        now = layers.changed("project1", out=fresh)
+        for name, word in (("drop1", "x"), ("add1", "y")):
+            now[name] = now[name].with_(**{word: fresh})
+        run = layers.graph().instantiate()
+        run.set(int(layers.place("project1")[0]), "out", fresh)
+        return Planted(lambda: layers.submit(now), run, layers.place("drop1"))
 
 
 # -------------------------------------------------------------------------- the decoder
 
 
 class DecoderGround:
-    """A decode step of the 135M shape ("tiny" for trials), with random weights."""
+    """Plants in a decode step of the 135M shape ("tiny" for trials), with random weights."""
 
     def __init__(self, device: ost.Device, quick: bool) -> None:
         self.device, self.stream = device, device.create_stream()
@@ -465,81 +448,123 @@ class DecoderGround:
         found = [node.index for node in self.graph.nodes() if node.name in names]
         return found[layer]
 
+    def nothing(self) -> Planted:
+        return Planted(*self.runs(), ())
 
-def equal_decoders(ground: DecoderGround) -> Planted:
-    return Planted(*ground.runs(), ())
+    def weight_element(self) -> Planted:
+        (right, wrong), node = self.runs(), self.node(1, "down_residual")
+        original = self.decoder.weights.buffer("w_down", 1)
+        values = original.to_numpy(self.stream)
+        values.reshape(-1).view(np.uint8)[403] ^= 0x80  # the sign of a float32 or bfloat16
+        wrong.set(node, "weight", self.device.array(values, original.dtype, name="changed"))
+        return Planted(right, wrong, (str(node),))
 
+    def stale_cache(self) -> Planted:
+        """All nodes use a copy of the KV cache that lacks a position of the second layer."""
+        (right, wrong), cache = self.runs(), self.decoder.plan.buffers["cache"]
+        values = cache.to_numpy(self.stream)
+        values[1, :, :, :, 3] = 0
+        wrong.rebind({cache: self.device.array(values, cache.dtype, name="stale")})
+        # On a GPU one kernel may do the work of three.
+        return Planted(right, wrong, (str(self.node(1, "attention", "attention_block")),))
 
-def decoder_weight(ground: DecoderGround) -> Planted:
-    (right, wrong), node = ground.runs(), ground.node(1, "down_residual")
-    original = ground.decoder.weights.buffer("w_down", 1)
-    values = original.to_numpy(ground.stream)
-    values.reshape(-1).view(np.uint8)[403] ^= 0x80  # the sign of a float32 or bfloat16
-    wrong.set(node, "weight", ground.device.array(values, original.dtype, name="changed"))
-    return Planted(right, wrong, (str(node),))
-
-
-def stale_cache(ground: DecoderGround) -> Planted:
-    """All nodes use a copy of the KV cache that lacks a position of the second layer."""
-    (right, wrong), cache = ground.runs(), ground.decoder.plan.buffers["cache"]
-    values = cache.to_numpy(ground.stream)
-    values[1, :, :, :, 3] = 0
-    wrong.rebind({cache: ground.device.array(values, cache.dtype, name="stale")})
-    # On a GPU one kernel may do the work of three.
-    return Planted(right, wrong, (str(ground.node(1, "attention", "attention_block")),))
-
-
-def decoder_epsilon(ground: DecoderGround) -> Planted:
-    (right, wrong), node = ground.runs(), ground.node(1, "norm_gate_up")
-    wrong.set(node, "epsilon", 1e-2)
-    return Planted(right, wrong, (str(node),))
+    def epsilon(self) -> Planted:
+        (right, wrong), node = self.runs(), self.node(1, "norm_gate_up")
+        wrong.set(node, "epsilon", 1e-2)
+        return Planted(right, wrong, (str(node),))
 
 
 # ------------------------------------------------------------------------------------------ the run
 
 OURS = "ours"
-
-
-def works() -> dict[str, Work]:
-    """All works by name.  Those of other libraries import them when they are opened."""
-    layers = {
-        "one element of a weight": weight_element,
-        "a scalar that the capture froze": frozen_scalar,
-        "the epsilon of a norm in a child graph": epsilon_in_a_child,
-        "a rebind that did not reach one node": forgotten_rebind,
-        "a pointer to a freed buffer": freed_buffer,
-        "a missing edge": missing_edge,
-        "a launch shape without the tail": missing_tail,
-        "a copy of other bytes": other_bytes_copied,
-        "the value of a fill": other_fill,
-        "memory that was never written": never_written,
-        "a NaN": not_a_number,
-        "-0.0 for 0.0": minus_zero,
-        "another seed of a dropout": other_seed,
-        "another version of a graph file": next_version,
-        "a norm over the whole batch, 1 row against 8": eight_rows,
-        "a counter that was zeroed once, before the capture": zeroed_once,
-        "an input that has moved since the capture": changed_input_address,
-    }
-    decoder = {
-        "one element of a weight": decoder_weight,
-        "a stale copy of the KV cache": stale_cache,
-        "the epsilon of one norm": decoder_epsilon,
-    }
-    return {
-        "layers": Work(OURS, lambda device, quick: Ground(device), equal_layers, layers),
-        "decoder": Work(OURS, DecoderGround, equal_decoders, decoder),
-    }
+TORCH = "benchmarks.divergences_torch"
+WORKS = {
+    "layers": Work(
+        OURS,
+        lambda device, quick: Ground(device),
+        {
+            "one element of a weight": "weight_element",
+            "a scalar that the capture froze": "frozen_scalar",
+            "the epsilon of a norm in a child graph": "epsilon_in_a_child",
+            "a rebind that did not reach one node": "forgotten_rebind",
+            "a pointer to a freed buffer": "freed_buffer",
+            "a missing edge": "missing_edge",
+            "a launch shape without the tail": "missing_tail",
+            "a copy of other bytes": "other_bytes_copied",
+            "the value of a fill": "other_fill",
+            "memory that was never written": "never_written",
+            "a NaN": "not_a_number",
+            "-0.0 for 0.0": "minus_zero",
+            "another seed of a dropout": "other_seed",
+            "another version of a graph file": "next_version",
+            "a norm over the whole batch, 1 row against 8": "eight_rows",
+            "a counter that was zeroed once, before the capture": "zeroed_once",
+            "an input that has moved since the capture": "changed_input_address",
+        },
+    ),
+    "decoder": Work(
+        OURS,
+        lambda device, quick: DecoderGround(device, quick),
+        {
+            "one element of a weight": "weight_element",
+            "a stale copy of the KV cache": "stale_cache",
+            "the epsilon of one norm": "epsilon",
+        },
+    ),
+    "kernels of Triton": Work(
+        "Triton",
+        lambda device, quick: import_module("benchmarks.divergences_triton").Ground(device),
+        {
+            "another constexpr": "constexpr",
+            "a scalar argument": "scalar",
+            "the epsilon of one norm": "epsilon",
+            "another seed of a dropout": "seed",
+            "a smaller block, and so no tail": "tail",
+            "a pointer to an older buffer": "stale_pointer",
+            "a launch that is left out": "left_out",
+        },
+    ),
+    **{
+        name: Work(
+            "transformers",
+            lambda device, quick, name=name: import_module(TORCH).Ground(device, name),
+            plants,
+        )
+        for name, plants in {
+            "Llama": {
+                "one element of a weight": "llama_weight",
+                "the epsilon of one norm": "llama_epsilon",
+                "a launch shape without the tail": "llama_tail",
+                "a stale copy of the KV cache": "llama_cache",
+            },
+            "GPT-2": {"another bias": "gpt2_bias", "a NaN in a weight": "gpt2_nan"},
+            "BERT": {
+                "another activation": "bert_activation",
+                "the epsilon of one norm": "bert_epsilon",
+                "another probability of a dropout": "bert_dropout",
+            },
+            "Mamba": {
+                "one element of A": "mamba_a",
+                "one element of a convolution's bias": "mamba_bias",
+            },
+            "ViT": {
+                "one element of the patches' weight": "vit_weight",
+                "another class token": "vit_token",
+            },
+        }.items()
+    },
+}
+"""All works by name.  Other libraries are imported when their works are opened."""
 
 
 def measure(name: str, device: ost.Device, quick: bool) -> Iterator[dict[str, Any]]:
     """Yields a row for the control and for each plant of a work."""
-    work = works()[name]
+    work = WORKS[name]
     ground = work.open(device, quick)
-    for what, plant in {CONTROL: work.control, **work.plants}.items():
+    for what, method in {CONTROL: "nothing", **work.plants}.items():
         row: dict[str, Any] = {"kind": work.kind, "work": name, "plant": what}
         try:
-            row |= compared(ground.stream, plant(ground))
+            row |= compared(ground.stream, getattr(ground, method)())
         except Exception as error:
             row |= {"right": False, "error": f"{type(error).__name__}: {error}"[:500]}
         yield row
@@ -569,7 +594,7 @@ CONTROL = "nothing"
 
 def missed(name: str, rows: Sequence[Mapping[str, Any]], why: str) -> list[dict[str, Any]]:
     """Rows for what a process did not reach."""
-    work, seen = works()[name], {row["plant"] for row in rows}
+    work, seen = WORKS[name], {row["plant"] for row in rows}
     return [
         {"kind": work.kind, "work": name, "plant": what, "right": False, "error": why}
         for what in (CONTROL, *work.plants)
@@ -607,7 +632,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
-    for name, work in works().items():
+    for name, work in WORKS.items():
         if chosen.works and name not in chosen.works.split(","):
             continue
         if work.kind != OURS and not chosen.device.startswith("cuda"):
