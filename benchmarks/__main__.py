@@ -18,6 +18,7 @@ NAMES = (
     "join",
     "change_cost",
     "black_box",
+    "divergences",
     "soak",
     "modules",
     "decode",

@@ -36,6 +36,7 @@ from ostinato.bench.shapes import SHAPES
 from ostinato.models import Decoder
 
 TARGET, TARGET_SECONDS = 36, 10.0
+"""The plants that must be named rightly, and the seconds that each may take."""
 _LIMIT = 150
 """Seconds that one work may take."""
 
@@ -68,7 +69,7 @@ class Work:
 
 CUDA = r"""
 #define THREAD const unsigned i = blockIdx.x * blockDim.x + threadIdx.x
-extern "C" __global__ void norm(const float* x, float* out, float epsilon, unsigned rows,
+extern "C" __global__ void row_norm(const float* x, float* out, float epsilon, unsigned rows,
                                 unsigned width) {
     THREAD;
     if (i >= rows * width) return;
@@ -114,7 +115,7 @@ def _reached(launch: Any, n: int) -> int:
 
 
 @ost.host_kernel("x: *const f32, out: *out f32, epsilon: f32, rows: u32, width: u32")
-def norm(launch, x, out, epsilon, rows, width):
+def row_norm(launch, x, out, epsilon, rows, width):
     n = _reached(launch, rows * width)
     row = x[: rows * width].reshape(rows, width)
     with np.errstate(all="ignore"):
@@ -160,7 +161,9 @@ def sum_last(launch, x, counter, out, n):
             out[0] = x[:n].sum()
 
 
-SOURCE = ost.Source(CUDA, host=[norm, project, drop, add, times, sum_last], name="divergences.cu")
+SOURCE = ost.Source(
+    CUDA, host=[row_norm, project, drop, add, times, sum_last], name="divergences.cu"
+)
 WIDTH, BLOCK, LAYERS = 64, 32, 3
 
 
@@ -211,7 +214,7 @@ class Layers:
         }
         for i in range(LAYERS):
             layer: dict[str, dict[str, Any]] = {
-                "norm": {"x": self.x, "out": self.h, "epsilon": 1e-5, **shape},
+                "row_norm": {"x": self.x, "out": self.h, "epsilon": 1e-5, **shape},
                 "project": {"x": self.h, "weight": self.weights[i], "bias": self.biases[i]},
                 "drop": {"x": self.z, "seed": 7 + i, "n": self.n},
                 "add": {"x": self.x, "y": self.z, "out": self.x, "factor": 0.5, "n": self.n},
@@ -310,7 +313,7 @@ class Ground:
             graph.add_child(layers.graph(), after=[first])
             return graph
 
-        run, (place,) = outer().instantiate(), layers.place("norm1")
+        run, (place,) = outer().instantiate(), layers.place("row_norm1")
         run.set(run.nodes()[1].children[0][int(place)], "epsilon", 1e-2)
         return Planted(outer(), run, (f"1.child.{place}",))
 
@@ -366,8 +369,8 @@ class Ground:
 
     def not_a_number(self) -> Planted:
         layers = self.layers()
-        wrong = layers.graph(layers.changed("norm0", epsilon=0.0))  # one row is zeros
-        return Planted(layers.graph(), wrong, layers.place("norm0"))
+        wrong = layers.graph(layers.changed("row_norm0", epsilon=0.0))  # one row is zeros
+        return Planted(layers.graph(), wrong, layers.place("row_norm0"))
 
     def minus_zero(self) -> Planted:
         layers = self.layers()
@@ -399,8 +402,8 @@ class Ground:
     def eight_rows(self) -> Planted:
         """A step of one row against one of eight, in which one norm is over the whole batch."""
         one, many = self.layers(1), self.layers(8)
-        wrong = many.changed("norm1", rows=1, width=many.n)
-        return Planted(one.graph(), many.graph(wrong), one.place("norm1"))
+        wrong = many.changed("row_norm1", rows=1, width=many.n)
+        return Planted(one.graph(), many.graph(wrong), one.place("row_norm1"))
 
     def zeroed_once(self) -> Planted:
         """The counter of a kernel's last block was set to zero once, before the capture, so the

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from benchmarks import (
     commits,
     common,
     decode,
+    divergences,
     host,
     join,
     launch_cost,
@@ -50,6 +51,7 @@ from ostinato.driver import launcher
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import write_gguf
+from tools import figures
 
 TINY = SHAPES["tiny"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -124,6 +126,47 @@ def test_each_prints_a_table_and_writes_its_results(
     for row in rows:  # each one is a line of the table
         first = next(value for value in row.values() if isinstance(value, str))
         assert first in printed
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the results files of which tables are made."""
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    figures.results.cache_clear()
+    yield tmp_path
+    figures.results.cache_clear()
+
+
+def test_each_planted_divergence_of_ours_is_named(run: Run, tables: Path) -> None:
+    result = run(divergences)
+    assert [row for row in result["rows"] if not row["right"]] == []
+    ours = {name: work for name, work in divergences.WORKS.items() if work.kind == divergences.OURS}
+    assert set(result["skipped"]) == set(divergences.WORKS) - set(ours)
+    summary = result["summary"]
+    assert summary["plants"] == summary["right"] == sum(len(work.plants) for work in ours.values())
+    assert summary["controls"] == summary["controls_right"] == len(ours)
+    assert sum(len(work.plants) for work in divergences.WORKS.values()) == 40
+    next(tables.glob("divergences-host*.json")).rename(tables / "divergences-nvidia-h200.json")
+    *_, layers, decoder = figures.divergences()
+    assert layers.startswith("| layers, ours | 17 | 17 | none | ")
+    assert decoder.startswith("| decoder, ours | 3 | 3 | none | ")
+
+
+def test_what_a_work_did_not_reach_counts_as_wrong(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error costs its plant, and a process that ends what comes after."""
+    own = dict.fromkeys(("no such method", "no such method either"), "absent")
+    broken = replace(divergences.WORKS["decoder"], plants=own)
+    monkeypatch.setitem(divergences.WORKS, "decoder", broken)
+    with ost.open_device("host") as device:
+        rows = [*divergences.measure("decoder", device, True)]
+    assert [row["right"] for row in rows] == [True, False, False]
+    assert "absent" in rows[1]["error"]
+    monkeypatch.setattr(divergences, "_LIMIT", 0.01)  # the process does not know of the exchange
+    result = run(divergences, "--works", "decoder")
+    assert [row["right"] for row in result["rows"]] == [False, False, False]
+    assert all("took longer" in row["error"] for row in result["rows"])
 
 
 def test_two_trees_are_compared_call_by_call(run: Run) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import ostinato
+from benchmarks import divergences
 from ostinato.explain import crumbs
 from ostinato.modules import Source, compiler
 from ostinato.modules.nvrtc import Toolchain
@@ -26,7 +27,11 @@ from tests.modules.cubin_loader import needs_nvrtc
 pytestmark = needs_nvrtc()
 
 
-CHECKS = [*library_checks(), KernelCheck("sources.py", sources.SOURCE)]
+CHECKS = [
+    *library_checks(),
+    KernelCheck("sources.py", sources.SOURCE),
+    KernelCheck("divergences.py", divergences.SOURCE),
+]
 
 
 def of_each_file() -> list[KernelCheck]:

@@ -48,6 +48,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "docs/correctness.md",
     "docs/design.md",
+    "docs/howto/differences.md",
     "docs/index.md",
     "docs/performance.md",
     "docs/relational.md",
@@ -743,6 +744,28 @@ def streams() -> Iterable[str]:
     return _table(("work of the process", "µs before", "after"), cells)
 
 
+def divergences() -> Iterable[str]:
+    """The table of planted divergences: by work, how many there are, and how many were named."""
+    rows = results("divergences-nvidia-h200.json")["rows"]
+    for_each = {
+        (row["work"], row["kind"]): [one for one in rows if one["work"] == row["work"]]
+        for row in rows
+    }
+
+    def cells(work: str, kind: str, own: Sequence[dict[str, Any]]) -> Iterator[str]:
+        control, *plants = own
+        yield f"{work}, {kind}"
+        yield str(len(plants))
+        yield str(sum(one["right"] for one in plants))
+        yield "none" if control["right"] else "**one**"
+        yield f"{max(one.get('seconds', 0) for one in own):.2f}"
+
+    return _table(
+        ("graphs of", "planted", "named", "between equal runs", "the slowest, s"),
+        ([*cells(work, kind, own)] for (work, kind), own in for_each.items()),
+    )
+
+
 def tuning() -> Iterable[str]:
     """The table of default and found launch shapes: microseconds a step, and their ratio."""
     rows = {
@@ -834,6 +857,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches,
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
         attention, startup, load, host, join, torch_graphed, torch_waits,
-        torch_training, torch_generate, generate, weights, streams, tuning,
+        torch_training, torch_generate, generate, weights, streams, divergences, tuning,
     )
 }  # fmt: skip
