@@ -293,6 +293,55 @@ def test_a_missing_node_of_several_of_its_name(
     assert (found.a, found.b.path, found.cause) == (None, "3", DifferenceCause.MISSING_NODE)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
+def test_a_node_that_alone_writes_its_memory(device: Device, stream: ost.Stream, own: bool) -> None:
+    """No argument of the other run stands for that memory: it is compared with itself."""
+    works = Work(device), Work(device)
+    one = layers(works[0], [3, 4])
+    other = layers(works[own], [3, 4])
+    code = kernel(device, "fill")
+    other.add_kernel(code, config(N), works[own].other, 7.0, N, after=[other.nodes()[-1]])
+    for pair in ((one, other), (other, one)):
+        found = first_difference(stream, *pair)
+        assert found is not None and found.cause is DifferenceCause.MISSING_NODE
+        nodes = {None if node is None else node.path for node in (found.a, found.b)}
+        assert nodes == {None, "6"}
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_an_additional_node_of_the_name_of_the_next_one(
+    device: Device, stream: ost.Stream, place: int
+) -> None:
+    """In memory of its own: which of the two is the partner, more nodes tell."""
+    works, graphs = (Work(device), Work(device)), []
+    for work in works:
+        made, last = ost.Graph.create(device), list[ost.Node]()
+        for at in range(4):
+            if at == place and work is works[1]:
+                code = kernel(device, "scale")
+                last = [made.add_kernel(code, config(N), work.acc, N, after=last)]
+            for name, *args in (("scale", work.x, N), ("add", work.x, work.other, work.y, N)):
+                last = [made.add_kernel(kernel(device, str(name)), config(N), *args, after=last)]
+        graphs.append(made)
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.b is not None
+    assert (found.a, found.b.path) == (None, str(2 * place)), str(found)
+
+
+def test_an_answer_that_is_also_an_input(device: Device, stream: ost.Stream) -> None:
+    """Zeros in place of answers that are there are zeros for both runs."""
+    works = Work(device), Work(device)
+    graphs = []
+    for work in works:
+        made = ost.Graph.create(device)
+        last = made.add_copy(work.out, work.x)
+        if work is works[1]:
+            made.add_copy(work.x, work.out, after=[last])  # the same bytes
+        graphs.append(made)
+    assert first_difference(stream, *graphs) is None
+    assert first_difference(stream, *graphs[::-1]) is None
+
+
 def test_edges_that_contradict_each_other_are_no_difference(
     device: Device, stream: ost.Stream
 ) -> None:

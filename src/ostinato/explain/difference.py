@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -273,6 +273,7 @@ class _Found(NamedTuple):
 
 _Pair: TypeAlias = tuple[int | None, int | None]
 _Looks: TypeAlias = tuple[tuple[NodeKind, str], object, tuple[int, ...]]
+_Partners: TypeAlias = tuple[dict[int, Counter[int]], dict[int, Counter[int]]]
 
 
 class _Comparison:
@@ -291,7 +292,17 @@ class _Comparison:
         find = KnownRanges(self._driver.memory_range)
         self._sides = _Side(a, find, self._known), _Side(b, find, self._known)
         self._same_code: SameCode = code_comparison(stream.context, stream.context)
-        self._pairs = _pairs(*self._sides)
+        self._pairs = _pairs(*self._sides, {})
+        self._partners = self._partners_of(self._pairs)
+        """By an address that an argument of one side has, those of the same argument in the
+        other."""
+        to_b, to_a = (
+            {x: given.most_common(1)[0][0] for x, given in of.items()} for of in self._partners
+        )
+        stands = {y: x for y, x in to_a.items() if y not in to_b and to_b[x] == y}
+        if stands:  # once more, now that it is known what stands for what
+            self._pairs = _pairs(*self._sides, stands)
+            self._partners = self._partners_of(self._pairs)
         order = [j for _, j in self._pairs if j is not None]
         done = [0, *accumulate(1 << j for j in order)]
         self._aligned = not any(
@@ -299,13 +310,6 @@ class _Comparison:
         )
         """True if the edges of the second run allow the order of the first."""
         self._order = range(len(self._sides[0].nodes)), order if self._aligned else sorted(order)
-        self._partners: tuple[dict[int, Counter[int]], dict[int, Counter[int]]] = {}, {}
-        """By an address that an argument of one side has, those of the same argument in the
-        other."""
-        for i, j in self._pairs:
-            for one, two in self._both(i, j):
-                for partners, x, y in zip(self._partners, (one, two), (two, one), strict=True):
-                    partners.setdefault(x.range.address, Counter())[y.range.address] += 1
         same = [x in self._partners[1] for x in self._partners[0]]
         self._shared = 2 * sum(same) >= len(same)
         """True if both use the same memory, but for a minority of addresses."""
@@ -323,6 +327,14 @@ class _Comparison:
         self._digest_kernel = probe(stream.context, "ostinato_digest")
 
     # --- memory
+    def _partners_of(self, pairs: Sequence[_Pair]) -> _Partners:
+        found: _Partners = {}, {}
+        for i, j in pairs:
+            for one, two in self._both(i, j):
+                for partners, x, y in zip(found, (one, two), (two, one), strict=True):
+                    partners.setdefault(x.range.address, Counter())[y.range.address] += 1
+        return found
+
     def _both(self, i: int | None, j: int | None) -> Iterator[tuple[Touch, Touch]]:
         """Yields the pointers at the same places of two nodes."""
         if i is not None and j is not None:
@@ -357,7 +369,10 @@ class _Comparison:
         """By side: the addresses that the node may write from, and those that stand for them."""
         for side, touches in enumerate(written):
             addresses = [touch.range.address for touch in touches]
-            starts.append([(x, self._across(side, x, given[side].get(x))) for x in addresses])
+            stand = [(x, self._across(side, x, given[side].get(x))) for x in addresses]
+            # Of a node without a partner what nothing stands for: it is as it was in the other run.
+            alone = None in (i, j)
+            starts.append([(x, x if alone and y is None else y) for x, y in stand])
         found: dict[tuple[int, int], int] = {}
         same: list[MemoryRange] = []
         for side, touches in enumerate(written):
@@ -417,12 +432,17 @@ class _Comparison:
         return saved
 
     def _only_written(self, side: int) -> Iterator[MemoryRange]:
-        """Yields memory that a node writes and does not read, as far as signatures say."""
+        """Yields memory that a node writes and does not read, as far as signatures say, and what
+        stands for it in the other run; not if that is an input there, which no node writes."""
         for at, one in enumerate(self._sides[side].nodes):
             for touch in self._written(side, at):
                 kernel = isinstance(one.node.params, KernelNodeParams)
-                if not kernel or _word_of(one.node, touch).only_written:
-                    yield touch.range
+                if kernel and not _word_of(one.node, touch).only_written:
+                    continue
+                other = self._across(side, touch.range.address)
+                there = touch.range if other is None else MemoryRange(other, touch.range.nbytes)
+                if any(memory.holds(there.address, there.nbytes) for memory, _ in self._saved):
+                    yield from (touch.range, there)
 
     def _restore(self) -> None:
         for memory, copy in self._saved:
@@ -818,15 +838,18 @@ class _Comparison:
         return np.dtype(np.uint32) if held is None else numpys_dtype(held), ()
 
 
-def _pairs(a: _Side, b: _Side) -> list[_Pair]:
+def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
     """Pairs the nodes of two runs, in the order of the first; None for a node without a partner.
+    `stands`: addresses of the first run by those of the second that stand for them.
 
     First nodes that are alike, then those alike but for addresses, then those of one name: each
     time those that both runs have in the same order, as many as there are, and then the others.
     So a node that is changed, or missing, leaves alone those of its name that come after it.
     """
-    sides = a, b
-    looks = [[_looks(side, at) for at in range(len(side.nodes))] for side in sides]
+    looks = [
+        [_looks(side, at, names) for at in range(len(side.nodes))]
+        for side, names in ((a, {}), (b, stands))
+    ]
     order: dict[int, int] = {}
     taken: set[int] = set()
     anchors = [(-1, -1), (len(a.nodes), len(b.nodes))]
@@ -903,12 +926,12 @@ def _in_order(one: Sequence[int], two: Sequence[int]) -> Iterator[tuple[int, int
             j += 1
 
 
-def _looks(side: _Side, at: int) -> _Looks:
+def _looks(side: _Side, at: int, stands: Mapping[int, int]) -> _Looks:
     """Returns kind and name of a node; its parameters but for addresses; its addresses, but for
     those in the pools of captures, which are used again."""
     one = side.nodes[at]
     given = [touch.range.address for touch in side.touches[at].values()]
-    addresses = tuple(0 if side.pooled(address) else address for address in given)
+    addresses = tuple(0 if side.pooled(x) else stands.get(x, x) for x in given)
     params: object = None
     if isinstance(one.node.params, KernelNodeParams):
         data = bytearray(one.node.params.arguments.data)
