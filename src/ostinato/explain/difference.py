@@ -62,7 +62,7 @@ _BATCH = 64
 """Pieces that are read at once."""
 _MOST_TRIALS = 256
 _MOST_CELLS = 1 << 24
-"""Of a table in which nodes that both runs have in the same order are found."""
+"""The most cells of the table that finds the nodes which both runs have in the same order."""
 _MOST_INPUT = 64 << 20
 _THREADS = 256
 
@@ -871,7 +871,7 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
         keys = [[numbers.setdefault(one[:depth], len(numbers)) for one in of] for of in looks]
         for begin, end in pairwise(tuple(anchors)):
             mine, theirs = (free(side, begin[side] + 1, end[side]) for side in (0, 1))
-            for x, y in _in_order([keys[0][i] for i in mine], [keys[1][j] for j in theirs]):
+            for x, y in _subsequence([keys[0][i] for i in mine], [keys[1][j] for j in theirs]):
                 pair(mine[x], theirs[y])
                 anchors.append((mine[x], theirs[y]))
         anchors.sort()
@@ -883,13 +883,14 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
                 j = next((j for j in able if not displaced(i, j)), able[0])
                 able.remove(j)
                 pair(i, j)
+    rest = free(1, 0, len(b.nodes))
     for i in free(0, 0, len(a.nodes)):  # another kernel in the same place
-        for j in free(1, 0, len(b.nodes)):
-            if looks[0][i][0][0] == looks[1][j][0][0] and not displaced(i, j):
-                pair(i, j)
-                break
+        alike = (j for j in rest if looks[0][i][0][0] == looks[1][j][0][0] and not displaced(i, j))
+        if (found := next(alike, None)) is not None:
+            pair(i, found)
+            rest.remove(found)
     pairs: list[_Pair] = [(i, order.get(i)) for i in range(len(a.nodes))]
-    for j in free(1, 0, len(b.nodes)):  # after all it waits for
+    for j in rest:  # after all it waits for
         waits = [
             k
             for k, (_, other) in enumerate(pairs)
@@ -899,7 +900,7 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
     return pairs
 
 
-def _in_order(one: Sequence[int], two: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _subsequence(one: Sequence[int], two: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the places of a longest common subsequence; of very long ones that differ in the
     middle only their equal begin and end."""
     shorter = min(len(one), len(two))
