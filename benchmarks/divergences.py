@@ -446,6 +446,15 @@ class DecoderGround:
     def runs(self) -> list[ost.GraphExec]:
         return [self.graph.instantiate() for _ in range(2)]
 
+    def bytes_of(self, buffer: ost.Buffer) -> Any:
+        return buffer.view(dtype=np.uint8).to_numpy(self.stream)
+
+    def like(self, buffer: ost.Buffer, raw: Any) -> ost.Buffer:
+        """A buffer of the same shape and type with these bytes."""
+        copy = self.device.empty(buffer.shape, buffer.dtype, name="changed")
+        copy.view(dtype=np.uint8).set(raw, self.stream)
+        return copy
+
     def node(self, layer: int, *names: str) -> int:
         """The index of a layer's first node of one of these names."""
         found = [node.index for node in self.graph.nodes() if node.name in names]
@@ -457,17 +466,17 @@ class DecoderGround:
     def weight_element(self) -> Planted:
         (right, wrong), node = self.runs(), self.node(1, "down_residual")
         original = self.decoder.weights.buffer("w_down", 1)
-        values = original.to_numpy(self.stream)
-        values.reshape(-1).view(np.uint8)[403] ^= 0x80  # the sign of a float32 or bfloat16
-        wrong.set(node, "weight", self.device.array(values, original.dtype, name="changed"))
+        raw = self.bytes_of(original)
+        raw[403] ^= 0x80  # the sign of a float32 or bfloat16
+        wrong.set(node, "weight", self.like(original, raw))
         return Planted(right, wrong, (str(node),))
 
     def stale_cache(self) -> Planted:
         """All nodes use a copy of the KV cache that lacks a position of the second layer."""
         (right, wrong), cache = self.runs(), self.decoder.plan.buffers["cache"]
-        values = cache.to_numpy(self.stream)
-        values[1, :, :, :, 3] = 0
-        wrong.rebind({cache: self.device.array(values, cache.dtype, name="stale")})
+        raw = self.bytes_of(cache)
+        raw.reshape(*cache.shape, -1)[1, :, :, :, 3] = 0
+        wrong.rebind({cache: self.like(cache, raw)})
         # On a GPU one kernel may do the work of three.
         return Planted(right, wrong, (str(self.node(1, "attention", "attention_block")),))
 

@@ -158,21 +158,19 @@ class Ground:
 
         run = run or self.run
         side = torch.cuda.Stream()
+        stream, driver = self.device.adopt_stream(side), self.device.driver
         side.wait_stream(torch.cuda.current_stream())
         with torch.no_grad(), torch.cuda.stream(side):
             for _ in range(warmups):
                 run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.no_grad(), torch.cuda.graph(graph):
-            stream = self.device.adopt_stream(torch.cuda.current_stream())
-            driver = self.device.driver
-            noted = Noted(
-                lambda: driver.graph_nodes(stream.capture_info().graph),
-                wanted or (lambda func, leaves: False),
-            )
-            with noted:
-                result = run()
+        noted = Noted(
+            lambda: driver.graph_nodes(stream.capture_info().graph),
+            wanted or (lambda func, leaves: False),
+        )
+        with torch.no_grad(), torch.cuda.graph(graph, stream=side), noted:
+            result = run()
         graph.instantiate()
         torch.cuda.synchronize()
         self.kept.append((graph, result))
