@@ -328,6 +328,23 @@ def test_an_additional_node_of_the_name_of_the_next_one(
     assert (found.a, found.b.path) == (None, str(2 * place)), str(found)
 
 
+def test_two_changes_are_not_taken_for_one(device: Device, stream: ost.Stream) -> None:
+    """A node that is new, and one of its name that is another one later."""
+    work, graphs = Work(device), []
+    fill, add = ("fill", work.y, 3.0, N), ("add", work.x, work.y, work.x, N)
+    for launches in (
+        (fill, add, ("scale", work.x, N)),
+        (fill, ("scale", work.y, N), add, ("halve", work.x, N)),
+    ):
+        made, last = ost.Graph.create(device), list[ost.Node]()
+        for name, *args in launches:
+            last = [made.add_kernel(kernel(device, str(name)), config(N), *args, after=last)]
+        graphs.append(made)
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.b is not None
+    assert (found.a, found.b.path, found.cause) == (None, "1", DifferenceCause.MISSING_NODE)
+
+
 def test_an_answer_that_is_also_an_input(device: Device, stream: ost.Stream) -> None:
     """Zeros in place of answers that are there are zeros for both runs."""
     works = Work(device), Work(device)

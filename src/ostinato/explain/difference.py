@@ -879,10 +879,13 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
         for j in free(1, 0, len(b.nodes)):
             left.setdefault(keys[1][j], []).append(j)
         for i in free(0, 0, len(a.nodes)):
-            if able := left.get(keys[0][i]):
-                j = next((j for j in able if not displaced(i, j)), able[0])
-                able.remove(j)
-                pair(i, j)
+            able = left.get(keys[0][i], [])
+            # What is changed as well as moved is rather one that is missing and one that is new.
+            moved = able[0] if able and depth == 3 else None
+            other = next((j for j in able if not displaced(i, j)), moved)
+            if other is not None:
+                able.remove(other)
+                pair(i, other)
     rest = free(1, 0, len(b.nodes))
     for i in free(0, 0, len(a.nodes)):  # another kernel in the same place
         alike = (j for j in rest if looks[0][i][0][0] == looks[1][j][0][0] and not displaced(i, j))
