@@ -164,7 +164,7 @@ def sum_last(launch, x, counter, out, n):
 SOURCE = ost.Source(
     CUDA, host=[row_norm, project, drop, add, times, sum_last], name="divergences.cu"
 )
-WIDTH, BLOCK, LAYERS = 64, 32, 3
+WIDTH, BLOCK, LAYERS = 128, 32, 3
 
 
 @dataclass(frozen=True, slots=True)
