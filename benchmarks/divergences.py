@@ -592,7 +592,8 @@ def compared(stream: ost.Stream, planted: Planted) -> dict[str, Any]:
     right = found is None
     if planted.paths:
         right = node is not None and node.path in planted.paths
-    return {
+    row: dict[str, Any] = {} if right else {"told": str(found)[:1000]}
+    return row | {
         "planted": " or ".join(planted.paths) or "none",
         "named": "none" if other is None else str(node or other).removeprefix("node "),
         "cause": "" if found is None else found.cause.partition(":")[0],
@@ -671,6 +672,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             summary={
                 "plants": len(plants),
                 "right": sum(row["right"] for row in plants),
+                "right_in_time": sum(
+                    row["right"] and row["seconds"] < TARGET_SECONDS for row in plants
+                ),
                 "controls": len(controls),
                 "controls_right": sum(row["right"] for row in controls),
                 "most_seconds": max(seconds, default=None),

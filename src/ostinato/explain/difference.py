@@ -167,6 +167,9 @@ def first_difference(
     `limit`: the most bytes of memory to save, which the nodes can reach by pointers that are not
     known to be read only; None: half of the free memory of the device.
 
+    Nodes are paired before they run; of two neighbours that look the same, of which only one has a
+    partner, either may be named.
+
     Not found: a node without a signature that does not write an answer which its memory has already
     (clear the results before).  Not compared: memory behind addresses in device memory.  Not put
     back: such memory, what host functions do, and random numbers that torch draws (both runs draw
@@ -370,7 +373,7 @@ class _Comparison:
         for side, touches in enumerate(written):
             addresses = [touch.range.address for touch in touches]
             stand = [(x, self._across(side, x, given[side].get(x))) for x in addresses]
-            # Of a node without a partner what nothing stands for: it is as it was in the other run.
+            # What a node without a partner writes, and nothing stands for, is compared with itself.
             alone = None in (i, j)
             starts.append([(x, x if alone and y is None else y) for x, y in stand])
         found: dict[tuple[int, int], int] = {}
