@@ -235,11 +235,13 @@ class Maker:
         def run(stream: Stream) -> Any:
             result = self._run(prepared, call, kept, subject.function, builder.around)
             if mover is not None and stream.capture_info().status.name == "ACTIVE":
-                made.moved, places = self._moved(result, call, prepared.bound)
-                if made.moved:
-                    if builder.graphs:  # the node that passes the addresses is in the first one
-                        mover.begin(stream, [])
+                moved, places = self._moved(result, call, prepared.bound)
+                if builder.graphs and len(moved) > 1:
+                    # The library copies a single one while the last graph runs.
+                    mover.begin(stream, [])
+                if len(moved) > bool(builder.graphs):
                     mover.end(stream, places)
+                    made.moved = moved
             return result
 
         builder = ChainBuilder(subject.function, Maker._run.__code__, attached, copy_in)
