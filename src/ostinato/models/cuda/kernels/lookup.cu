@@ -3,12 +3,12 @@
 //
 // Physics: `draft` reads the sequence's tokens from L2, 4 bytes a position: a round of 0.4 us for each 4,096
 // positions.  `accept` reads as many keys as `sample` does for all rows, all warps at once.
-#include "sampled.cuh"
+#include "common.cuh"
 
-#ifdef DRAFT_KEY
 constexpr int THREADS = LOOKUP_THREADS, WARPS = THREADS / 32;
 static_assert(WARPS <= 32 && ROWS <= THREADS, "one block");
 
+#ifdef DRAFT_KEY
 // Makes the rows of the step: the first of `rows`, and up to `most` drafts, the tokens that followed the place
 // with the most last tokens in common with the sequence's end, and of several places the last.
 KERNEL __launch_bounds__(THREADS)
@@ -62,7 +62,8 @@ KERNEL __launch_bounds__(THREADS)
 #endif
 
 #ifdef HEAD_BLOCKS
-constexpr int THREADS = LOOKUP_THREADS, WARPS = THREADS / 32;
+#include "sampled.cuh"
+
 constexpr int EACH = larger(1, WARPS / ROWS);  // warps of a row
 
 // Chooses the likeliest token of each row in turn, and writes the sequence's new state, as long as the next
