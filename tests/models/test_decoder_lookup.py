@@ -231,10 +231,11 @@ def test_logits_of_a_row_do_not_depend_on_the_other_rows(decoder: Decoder) -> No
     decoder.prefill(prompt)
     while not decoder.stopped():
         start = len(decoder.tokens()) - 1
-        before = decoder.statistics().lookup_steps
-        for _ in decoder.run(ahead=0):
-            if decoder.statistics().lookup_steps > before:
-                break  # after the first step's last token
+        for token in decoder.run(ahead=0):
+            entry = decoder.plan.ring.array[0, len(decoder.tokens()) - 1]
+            assert entry["token"] & ~MORE == token
+            if entry["token"] == token:
+                break  # the first step's last token
         scores = decoder.plan.buffers["scores"].to_numpy(decoder.stream)
         for row in range(len(decoder.tokens()) - 1 - start):
             position = start + row + 1

@@ -107,6 +107,7 @@ class Run(Closeable, Generic[T]):
         self._device_state = device_state
         self._drafts = drafts
         self._finishing = False
+        self._within = False  # a step that drafts has more tokens than those taken
         self._launched = self._taken = 0  # steps since `begin_ahead`
         self._over = False
         self._ended_by: str | None = None
@@ -229,6 +230,7 @@ class Run(Closeable, Generic[T]):
         stepper, sequences = self._stepper, self._live
         room = max(sequence.room for sequence in sequences)
         self._launched = self._taken = 0
+        self._within = False
         further = True
         stepper.begin_ahead(sequences, drafts=self._drafts)
         try:
@@ -250,7 +252,8 @@ class Run(Closeable, Generic[T]):
         """Counts the token taken from a step that drafts; True if it is the step's last."""
         more, phases = self._stepper.ring.has_more(self._live[0]), self._stepper.phases
         phases.lookup_tokens += 1
-        phases.lookup_steps += not more
+        phases.lookup_steps += not self._within
+        self._within = more
         if more and self._finishing and self._left is not None:
             self._left += 1  # which then counts steps
         return not more
