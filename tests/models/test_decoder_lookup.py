@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,8 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from benchmarks.lookup import SuccessorCheckpoint, pieces
+from ostinato.bench.random_weights import PackedCheckpoint
 from ostinato.errors import InputError, LogitsError
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
@@ -38,7 +41,7 @@ from ostinato.models.sampling import GREEDY, SamplingOptions
 from tests.conftest import open_test_device
 from tests.models.emulated import EmulatedGpu
 from tests.models.machines import on_kernels
-from tests.models.proof import MODES
+from tests.models.proof import MODES, WIDE, on_both
 from tests.models.random_models import RandomModel, llama
 
 MODEL = RandomModel(llama(2, 1, 32, inner=72, vocabulary=67, layers=2, tied_embeddings=True))
@@ -243,6 +246,50 @@ def test_logits_of_a_row_do_not_depend_on_the_other_rows(decoder: Decoder) -> No
                 assert scores[row].tobytes() == wanted[position], (start, row)
                 seen.add(row)
     assert seen == set(range(decoder.plan.sizes.lookup + 1))
+
+
+CHECKPOINTS = {
+    "successors": lambda config: SuccessorCheckpoint(config, "successors"),
+    "random": lambda config: RandomModel(config).checkpoint(),
+    "Q8_0": lambda config: PackedCheckpoint(config, "Q8_0", "Q8_0"),
+    "Q4_K_M": lambda config: PackedCheckpoint(config, "Q4_K_M", "Q4_K_M"),
+}
+
+
+@on_both(
+    "case",
+    host=[("tiny", name, 3) for name in CHECKPOINTS],
+    cuda=[
+        (shape, name, lookup)
+        for shape, name in [
+            *((shape, name) for shape in WIDE for name in ("successors", "random")),
+            *(("as Llama-3.2-1B", kind) for kind in ("Q8_0", "Q4_K_M")),
+        ]
+        for lookup in (1, 3, 7, 15)
+    ],
+)
+def test_real_widths_have_the_bits_of_single_steps(
+    machine: ost.Device, case: tuple[str, str, int]
+) -> None:
+    """Their kernels are cut otherwise: tokens, and all keys and values."""
+    shape, name, lookup = case
+    config = WIDE.get(shape, llama(4, 2, 64, inner=512, vocabulary=301, layers=2))
+    config = replace(config, tied_embeddings=False)
+    given: dict[str, Any] = {"lookup": lookup, "stop_tokens": (), "max_context": 400}
+    prompt = pieces(config.vocabulary, 60, 3)
+    with Decoder(machine, CHECKPOINTS[name](config), **given) as decoder:
+        for tokens_per_launch in (1, 4):
+            decoder.reset()
+            found = [decoder.prefill(prompt)]
+            found += decoder.run(count=100, tokens_per_launch=tokens_per_launch)
+            cache, numbers = cache_of(decoder), decoder.statistics()
+            decoder.truncate(len(prompt) + 1)
+            assert found[1:] == [decoder.decode() for _ in found[1:]]
+            assert cache_of(decoder) == cache
+        assert not numbers.one_by_one and not numbers.quarantined
+        if name == "successors":
+            assert found[:60] == [*range(1, 61)]
+            assert numbers.lookup_tokens > 1.5 * numbers.lookup_steps
 
 
 # ------------------------------------------------------------------------------------ how runs end

@@ -621,7 +621,8 @@ class Decoder(Closeable):
 
         It ends where the sequence stops, or after `count` tokens.  `tokens_per_launch`: tokens from
         one graph launch, by a loop on the device that ends where the sequence stops; if the loop
-        cannot be built, each launch gives one, with the reason in the statistics.  `ahead`:
+        cannot be built, each launch gives one, with the reason in the statistics.  (With `lookup`
+        it counts steps, each of one token or more.)  `ahead`:
         launches under way besides the one whose token the host waits for (`models.run`);
         tokens_per_launch * (ahead + 1) is at most 256.  If None it is 2, or fewer to keep within
         this limit.  The tokens are those of `decode`, bit by bit.
