@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -208,7 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     skipped = {} if chosen.model else {"texts": "no model was given"}
     with ost.open_device(chosen.device) as device:
         if chosen.model:
-            rows += of_texts(device, chosen.model, lookups, chosen.tokens, chosen.rounds)
+            texts = partial(of_texts, device, chosen.model, lookups, chosen.tokens, chosen.rounds)
+            found = common.optional(skipped, "texts", texts)
+            rows += found if isinstance(found, list) else []
         config = replace(shape_named(shape), tied_embeddings=False)
         tokens = min(chosen.tokens, config.context_length // 3)
         opened = SuccessorCheckpoint(config, shape)

@@ -69,6 +69,8 @@ if TYPE_CHECKING:  # these are imported where ranks are made: nobody else needs 
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
+_NO_DRAFTS = "no drafts: several sequences, or one that is not plainly greedy"
+
 DEFAULT_CONTEXT = 2048
 """The positions of a sequence if `max_context` is None; fewer if the model was trained for fewer.
 """
@@ -936,7 +938,6 @@ def _fitting(weights: Weights, device: Device, backend: Backend) -> Weights:
     return weights
 
 
-_NO_DRAFTS = "no drafts: several sequences, or one that is not plainly greedy"
 _PACKED_ROWS = 32
 """The most rows of a batch for which packed weights are faster (H100); 64 rows of 1B are slower."""
 

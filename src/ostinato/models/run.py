@@ -42,9 +42,9 @@ class RunOptions:
     """The options of a run.
 
     `count`: most tokens of each sequence; None for no limit.  `tokens_per_launch`: more than 1 uses
-    a graph with a loop on the device, which ends when all rows have stopped.  `ahead`: launches
-    under way besides the one whose tokens the host waits for; None for 2, or fewer if the ring
-    cannot hold so many tokens.
+    a graph with a loop on the device, which ends when all rows have stopped.
+    `ahead`: launches under way besides the one whose tokens the host waits for; None for 2, or
+    fewer if the ring cannot hold so many tokens.
     """
 
     count: int | None = None
@@ -107,7 +107,7 @@ class Run(Closeable, Generic[T]):
         self._device_state = device_state
         self._drafts = drafts
         self._finishing = False
-        self._within = False  # a step that drafts has more tokens than those taken
+        self._within = False  # a step that drafts was taken in part
         self._launched = self._taken = 0  # steps since `begin_ahead`
         self._over = False
         self._ended_by: str | None = None
