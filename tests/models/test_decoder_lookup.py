@@ -41,7 +41,7 @@ from ostinato.models.sampling import GREEDY, SamplingOptions
 from tests.conftest import open_test_device
 from tests.models.emulated import EmulatedGpu
 from tests.models.machines import on_kernels
-from tests.models.proof import MODES, WIDE, on_both
+from tests.models.proof import MODES, WIDE, interrupted, on_both
 from tests.models.random_models import RandomModel, llama
 
 MODEL = RandomModel(llama(2, 1, 32, inner=72, vocabulary=67, layers=2, tied_embeddings=True))
@@ -366,6 +366,21 @@ def test_a_run_that_is_left_goes_on_after_the_last_token_taken(
                 continue
         found += decoder.run(count=6)
         assert found == wanted[: len(found)]
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 8])
+@pytest.mark.parametrize("tokens_per_launch", [1, 4])
+def test_an_interrupted_run_goes_on(decoder: Decoder, at: int, tokens_per_launch: int) -> None:
+    prompt = prompt_of(2)
+    wanted = one_by_one(decoder, prompt)
+    decoder.reset()
+    found = [decoder.prefill(prompt)]
+    with interrupted(at):
+        found += decoder.run(tokens_per_launch=tokens_per_launch)
+    found = [*decoder.tokens()[len(prompt) :]]
+    assert len(found) == at
+    found += decoder.run(count=10, tokens_per_launch=tokens_per_launch)
+    assert found == wanted[: at + 10]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 2, 5])
