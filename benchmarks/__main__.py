@@ -32,6 +32,7 @@ NAMES = (
     "prompt_attention",
     "serve",
     "choice",
+    "lookup",
     "tuning",
     "node_times",
 )

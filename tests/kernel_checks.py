@@ -201,7 +201,9 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
     ways = ((1, False), (8, False), (16, False), (1, True), (8, True), (16, True), (32, True))
     for rows, clusters in ways:
         tuning = default_tuning(config, rows=rows, context=2048, clusters=clusters)
-        program = (*decode_program(config), loop_call())
+        program = (*decode_program(config, lookup=rows - 1), loop_call())
+        if rows > 1:
+            program = (*decode_program(config), *program)
         yield from lower(program, config, rows=rows, context=2048, tuning=tuning)
     single = default_tuning(config, context=2048)
     for rows in (16, 512):

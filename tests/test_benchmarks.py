@@ -31,6 +31,7 @@ from benchmarks import (
     join,
     launch_cost,
     load,
+    lookup,
     node_times,
     peers,
     replay_cost,
@@ -259,6 +260,21 @@ def test_the_choice_of_tokens_is_measured_beside_greedy_steps(run: Run) -> None:
     assert all(row["step_us"] > 0 for row in rows)
     made = [name for name in names if name.startswith(("masks", "grammar"))]
     assert [row["what"] for row in rows if row["mask_us"] is not None] == made
+
+
+def test_drafts_are_measured_at_given_rates(run: Run) -> None:
+    result = run(lookup, "--model", "", "--lookup", "3,7")
+    assert result["benchmark"] == "lookup-tiny"
+    assert list(result["skipped"]) == ["texts"]
+    found = {(row["what"], row["lookup"]): row for row in result["rows"]}
+    for each in (1, 2, 4, 8):
+        rows = {n: found[f"tiny, {each} a step", n] for n in (0, 3, 7)}
+        assert rows[0]["tokens_per_step"] == rows[0]["times"] == 1
+        for drafts in (3, 7):  # the last step may give more than are left
+            wanted = min(each, drafts + 1)
+            assert rows[drafts]["tokens_per_step"] == pytest.approx(wanted, rel=0.15)
+    assert all(row["equal"] == 1 for row in result["rows"])
+    assert all(row["tokens_per_second"] > 0 for row in result["rows"])
 
 
 def test_decoding_is_measured_beside_the_peers_that_are_here(run: Run, tmp_path: Path) -> None:

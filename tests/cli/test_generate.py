@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,25 @@ def test_a_fresh_seed_is_told_and_gives_the_same_answer(tiny: Path) -> None:
     assert one["sampling"]["seed"] != two["sampling"]["seed"]
     again = json.loads(here("generate", *options, "-s", str(one["sampling"]["seed"])).out)
     assert again["token_ids"] == one["token_ids"]
+
+
+def test_drafts_give_the_same_answer_in_fewer_steps(tiny: Path) -> None:
+    def summary(*more: str) -> dict[str, Any]:
+        options = ("abab", "-m", str(tiny), "-n", "40", "--json", *more)
+        return json.loads(here("generate", *options).out)
+
+    plain = summary()
+    for more in ((), ("--tokens-per-launch", "4")):
+        drafted = summary("--lookup", "3", *more)
+        assert drafted["token_ids"] == plain["token_ids"]
+        assert 1 < drafted["tokens_per_step"] <= 4
+    assert plain["tokens_per_step"] == 0
+    told = here("generate", "abab", "-m", str(tiny), "-n", "40", "--lookup", "3")
+    assert f"drafts: {drafted['tokens_per_step']:.2f} tokens a step" in told.err
+    sampled = summary("--lookup", "3", "-t", "1", "-s", "5")
+    assert sampled["token_ids"] == summary("-t", "1", "-s", "5")["token_ids"]
+    assert sampled["tokens_per_step"] == 0
+    assert any("no drafts" in reason for reason in sampled["one_by_one"])
 
 
 def test_sampling_options_reach_the_device(tiny: Path) -> None:

@@ -257,6 +257,14 @@ def test_ranks_take_no_masks() -> None:
     on_ranks(2, decoding(SHAPES[FIRST], work))
 
 
+def test_ranks_draft_nothing() -> None:
+    with local_groups(2) as groups:
+        found = outcomes(groups, decoding(SHAPES[FIRST], lambda d: d.prefill([1]), lookup=2))
+    for one in found:
+        assert isinstance(one, InputError)
+        assert "lookup is for decoders of one device" in str(one)
+
+
 def test_greedy_and_drawn_sequences_side_by_side() -> None:
     model = SHAPES[FIRST]
     prompts = [model.tokens(6, seed=i) for i in range(3)]

@@ -97,8 +97,9 @@ STEPS = [
 
 def step_of(how: str, model: LlamaConfig, rows: int, kind: str) -> tuple[Any, ...]:
     last_row = how == "library" and rows > SAMPLED_ROWS
-    program = decode_program(model, sampled=kind != "not sampled", last_row=last_row)
-    if kind == "loop":
+    lookup = min(rows - 1, 7) if kind == "lookup" and not last_row else 0
+    program = decode_program(model, sampled=kind != "not sampled", last_row=last_row, lookup=lookup)
+    if kind in ("loop", "lookup"):
         program = (*program, loop_call())
     sizes: Any = {"rows": rows, "context": 512}
     if how == "library":
@@ -115,7 +116,7 @@ def step_of(how: str, model: LlamaConfig, rows: int, kind: str) -> tuple[Any, ..
 
 
 @pytest.mark.parametrize(("how", "rows"), STEPS)
-@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop"])
+@pytest.mark.parametrize("kind", ["sampled", "not sampled", "loop", "lookup"])
 @pytest.mark.parametrize("model", [WHOLE, ALL], ids=["llama", "all"])
 def test_every_launch_touches_what_the_one_before_wrote(
     how: str, rows: int, kind: str, model: LlamaConfig

@@ -257,6 +257,15 @@ TokensPerLaunch = Annotated[
     int,
     typer.Option(min=1, max=256, help="Tokens for each graph launch, by a loop on the device."),
 ]
+Lookup = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=63,
+        help="Draft up to so many tokens a step from what followed the last ones earlier, and keep "
+        "those that the model chooses.  For greedy answers; 0 for none.",
+    ),
+]
 TensorParallel = Annotated[
     int,
     typer.Option(

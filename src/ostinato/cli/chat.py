@@ -58,6 +58,7 @@ def chat(
     weights: arguments.WeightsOption = arguments.WeightsName.auto,
     no_graphs: arguments.NoGraphs = False,
     tokens_per_launch: arguments.TokensPerLaunch = 1,
+    lookup: arguments.Lookup = 0,
 ) -> None:
     """Talk with a model; each turn processes only the new text.
 
@@ -90,6 +91,7 @@ def chat(
         "weights": weights.value,
         "max_context": max_context,
         "graphs": False if no_graphs else None,
+        "lookup": lookup,
     }
     with (
         following_ranks(devices, model, loading) as leading,

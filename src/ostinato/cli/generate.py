@@ -73,6 +73,7 @@ def generate(
         typer.Option(help="Make graphs by stream capture, or node by node from a recorded run."),
     ] = Build.capture,
     tokens_per_launch: arguments.TokensPerLaunch = 1,
+    lookup: arguments.Lookup = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else: the summary.")
     ] = False,
@@ -121,6 +122,7 @@ def generate(
         "weights": weights.value,
         "max_context": max_context,
         "graphs": False if no_graphs else None,
+        "lookup": lookup,
         "build": build.value,
     }
     call: dict[str, Any] = {

@@ -16,7 +16,7 @@ from ostinato import Kernel, LaunchConfig, Operation, prepare
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
-from ostinato.models.program import CallArgument, KernelCall
+from ostinato.models.program import SAMPLED_ROWS, CallArgument, KernelCall
 from ostinato.models.weights import WeightTarget
 
 WeightsKind: TypeAlias = Literal["auto", "packed", "bf16"]
@@ -91,6 +91,7 @@ class Backend(Protocol):
     `spins`: the host may poll for a token in a busy loop.  False where kernels need the
     interpreter's lock, which such a loop would hold.  A ring entry is written in one store in
     either case, so the host never reads half of an entry.
+    `alike_rows`: the most rows of a step in which no bit of a row depends on the other rows.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Backend(Protocol):
     packed: bool
     spins: bool
     library: str = ""
+    alike_rows: int = SAMPLED_ROWS
 
     def piece_rows(self, config: LlamaConfig) -> int:
         """Returns the rows of the largest step: the number of prompt tokens best read at once."""

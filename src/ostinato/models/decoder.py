@@ -69,6 +69,8 @@ if TYPE_CHECKING:  # these are imported where ranks are made: nobody else needs 
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
+_NO_DRAFTS = "no drafts: several sequences, or one that is not plainly greedy"
+
 DEFAULT_CONTEXT = 2048
 """The positions of a sequence if `max_context` is None; fewer if the model was trained for fewer.
 """
@@ -112,6 +114,15 @@ class Decoder(Closeable):
     exchange, "auto", "exchange" or "library" (`open_collectives`); if None OSTINATO_COLLECTIVES
     decides.
 
+    `lookup`: a step of a run gives up to so many tokens more: it drafts what followed earlier in
+    the prompt or the answer after the same last tokens (one to three), and keeps the drafts that
+    the model chooses too.  For runs of one sequence that is greedy, without penalties, biases and
+    log probabilities; other runs go as without (`one_by_one` in the statistics).  0 is off, 63 the
+    most, or 3 without the CPU's compiled kernels; not for a group.  All steps then have `lookup` +
+    1 rows or more, so that no token depends on the drafts: a run gives the tokens of `decode`.
+    These are the tokens without lookup on a CPU; on a GPU steps of other numbers of rows round
+    differently, so that two tokens of almost the same logit may change places.
+
     `stream`: the stream of all work, which the caller closes after the decoder; if None the decoder
     makes one.  Calls of decoders that share a stream must not overlap.
 
@@ -144,6 +155,7 @@ class Decoder(Closeable):
         leads: bool = False,
         collectives: str | None = None,
         stream: Stream | None = None,
+        lookup: int = 0,
     ) -> None:
         self.device = device
         self.group = group
@@ -155,6 +167,9 @@ class Decoder(Closeable):
             library_rows = whole(library_rows, "library_rows", 1)
         sequences = whole(sequences, "sequences", 1)
         warmups = whole(warmups, "warmups", 0)
+        lookup = whole(lookup, "lookup", 0)
+        if lookup and group is not None and group.size > 1:
+            raise InputError("lookup is for decoders of one device, and this one is one of ranks")
         if verify not in ("off", "first"):
             verify = whole(verify, "verify", 1)
         if threads is not None:
@@ -202,7 +217,14 @@ class Decoder(Closeable):
             if max_rows is None:
                 bucket = max(SAMPLED_ROWS, 1 << (context - 1).bit_length())  # for a full context
                 max_rows = max(sequences, min(self.backend.piece_rows(part), bucket))
-            sizes = PlanSizes(whole(max_rows, "max_rows", 1), sequences, context)
+            alike = self.backend.alike_rows - 1
+            if lookup > alike:
+                raise InputError(
+                    f"lookup is {lookup}, must be 0 to {alike} with these kernels "
+                    f"({self.backend.name}): in larger steps a row's bits depend on other rows"
+                )
+            rows = whole(max_rows, "max_rows", 1)
+            sizes = PlanSizes(rows, sequences, context, lookup=lookup)
             stops = _stop_tokens(
                 self.config.eos_token_ids if stop_tokens is None else stop_tokens, self.config
             )
@@ -369,12 +391,8 @@ class Decoder(Closeable):
             raise
         self._options, one.limit = wanted, last
         one.logprobs_from = len(one.tokens)
-        # Rows that are plain (`sampled.cuh`) need only the best logit of each rank.
-        plain = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0}
-        plain |= {"presence_penalty": 0, "biased": 0, "logprobs": 0}
-        self._steps.whole_logits = any(
-            bool(np.any(wanted[name] != value)) for name, value in plain.items()
-        )
+        # Rows that are plain need only the best logit of each rank.
+        self._steps.whole_logits = not _plain(wanted)
         self._look_whether_stopped(one)
 
     def _set_biases(self, sequence: int, biases: tuple[tuple[int, float], ...]) -> None:
@@ -605,7 +623,8 @@ class Decoder(Closeable):
 
         It ends where the sequence stops, or after `count` tokens.  `tokens_per_launch`: tokens from
         one graph launch, by a loop on the device that ends where the sequence stops; if the loop
-        cannot be built, each launch gives one, with the reason in the statistics.  `ahead`:
+        cannot be built, each launch gives one, with the reason in the statistics.  (With `lookup`
+        it counts steps, each of one token or more.)  `ahead`:
         launches under way besides the one whose token the host waits for (`models.run`);
         tokens_per_launch * (ahead + 1) is at most 256.  If None it is 2, or fewer to keep within
         this limit.  The tokens are those of `decode`, bit by bit.
@@ -637,12 +656,16 @@ class Decoder(Closeable):
         self, kind: type[AnyRun], what: str, sequences: Iterable[int], options: RunOptions
     ) -> AnyRun:
         self._require_open()
-        options = options.checked(self._stepper.ring.size)
+        options = options.checked(self.plan.sizes.ring)
         ready = self._sequences.ready(sequences)
         self._begin(what)
         state = self.device_state
         self._agree(f"{what} of {[one.index for one in ready]}: {options}, device_state {state}")
-        run = kind(self._stepper, ready, options, self._calls, device_state=self.device_state)
+        drafts = self.plan.sizes.lookup > 0
+        if drafts and not (len(ready) == 1 and _plain(self._options[ready[0].index])):
+            drafts = False
+            self._phases.one_by_one[_NO_DRAFTS] += 1
+        run = kind(self._stepper, ready, options, self._calls, device_state=state, drafts=drafts)
         self._run = run
         return run
 
@@ -653,7 +676,8 @@ class Decoder(Closeable):
 
         All ranks of a group must call it together.  Raises InputError if a run computed further
         than the tokens it returned, because the logits are then of a later token; and if the last
-        token was not chosen by a step (after `extend` or `truncate`, for example).
+        token was not chosen by a step (after `extend` or `truncate`, for example), or by one that
+        drafts (`lookup`), which keeps no logits.
         """
         self._require_open()
         one = self._sequences[sequence]
@@ -668,7 +692,8 @@ class Decoder(Closeable):
         if not one.has_logits:
             raise InputError(
                 f"sequence {sequence} has no logits: no token was chosen as the last of the "
-                f"{len(one.tokens)} that it has; prefill or decode one"
+                f"{len(one.tokens)} that it has, or by a run with drafts (lookup); prefill or "
+                "decode one"
             )
         logits = self.plan.buffers["logits"][one.index]
         if self._ranks is None:
@@ -803,6 +828,8 @@ class Decoder(Closeable):
             quarantined=quarantined,
             prefill_tokens=phases.tokens["prefill"],
             decoded_tokens=phases.tokens["decode"],
+            lookup_tokens=phases.lookup_tokens,
+            lookup_steps=phases.lookup_steps,
             load_seconds=phases.seconds["load"],
             plan_seconds=phases.seconds["plan"],
             kernel_seconds=self._steps.kernel_seconds,
@@ -923,6 +950,14 @@ def formats_for(
     if wanted == "auto" and sequences > _PACKED_ROWS:
         return {}
     return backend.formats(checkpoint, wanted)
+
+
+def _plain(options: npt.NDArray[Any]) -> bool:
+    """True if all these OPTIONS are plain (`sampled.cuh`): the likeliest token of the model's own
+    logits is taken, and nothing else is asked for."""
+    plain = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0}
+    plain |= {"presence_penalty": 0, "biased": 0, "logprobs": 0}
+    return all(bool(np.all(options[name] == value)) for name, value in plain.items())
 
 
 def _digest(tokens: list[int]) -> str:

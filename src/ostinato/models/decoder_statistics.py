@@ -25,8 +25,11 @@ class Phases:
     tokens_replayed: int = 0
     """Tokens chosen by replays."""
     one_by_one: Counter[str] = field(default_factory=Counter)
-    """Runs that waited for each step, or launched one step for one token although more were wanted,
-    by reason."""
+    """Runs that waited for each step, launched one step for one token although more were wanted, or
+    did not draft although the decoder can, by reason."""
+    lookup_tokens: int = 0
+    """Tokens chosen by steps that draft."""
+    lookup_steps: int = 0
 
     def sampled(self, tokens: int, *, eagerly: bool) -> None:
         """Counts chosen tokens, including those at the ends of prompts."""
@@ -95,7 +98,9 @@ class DecoderStatistics:
     replaces.  `launches_per_token_eager`, `launches_per_token_replayed`: measured averages,
     launches of the steps that choose tokens divided by these tokens; 0 if there were no tokens.
     `eager_reasons`: eager steps by reason.  `one_by_one`: runs (`Decoder.run`) that waited for each
-    step, or launched one step for one token although more were wanted, by reason.
+    step, launched one step for one token although more were wanted, or did not draft although the
+    decoder can, by reason.  `lookup_tokens`: those of the decoded tokens that came from the
+    `lookup_steps` steps that draft.
     `host_writes`: staged copies of rows.
     Seconds are wall time (for a run, the time it waited for tokens): `load_seconds` to read the
     weights, `plan_seconds` to allocate the buffers, `kernel_seconds` to compile or find the
@@ -117,6 +122,8 @@ class DecoderStatistics:
     quarantined: dict[str, str]
     prefill_tokens: int
     decoded_tokens: int
+    lookup_tokens: int
+    lookup_steps: int
     load_seconds: float
     plan_seconds: float
     kernel_seconds: float

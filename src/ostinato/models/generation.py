@@ -44,7 +44,8 @@ class Summary:
     `launches_eager`, `launches_replayed`, `graphs_captured`, `eager_reasons`: counts of this
     generation; one graph launch replaces `launches_per_token` eager launches, times
     `tokens_per_launch`.  `one_by_one`: reasons why a run did not go as asked (see
-    `DecoderStatistics`).  `load_seconds`: load time of the model, the same for all generations.
+    `DecoderStatistics`).  `tokens_per_step`: average of the steps that drafted (`Decoder`'s
+    `lookup`); 0 if none did.  `load_seconds`: load time of the model, the same for all generations.
     `library`, `weights`, `weight_bytes`: see `DecoderStatistics`.
     `ranks`: number of devices that share the model; `collectives`: their means of exchange.
     """
@@ -63,6 +64,7 @@ class Summary:
     launches_replayed: int
     launches_per_token: int
     tokens_per_launch: int
+    tokens_per_step: float
     graphs_captured: int
     device: str
     eager_reasons: dict[str, int]
@@ -90,6 +92,8 @@ class Summary:
             f"{counted(self.graphs_captured, 'graph')} captured; device {self.device}; "
             f"weights {self.weights}, {self.weight_bytes / 1e6:.0f} MB",
         ]
+        if self.tokens_per_step:
+            lines.append(f"drafts: {self.tokens_per_step:.2f} tokens a step")
         if self.ranks > 1:
             lines.append(f"one of {self.ranks} ranks, which exchange by {self.collectives}")
         if not self.sampling.is_greedy:
@@ -277,6 +281,8 @@ class Generation:
         decoded, spent = len(self._tokens) - 1, self._last - self._first
         read = len(self._prompt) - self._cached
         prefill = now.prefill_seconds - before.prefill_seconds
+        drafted = now.lookup_tokens - before.lookup_tokens
+        steps = now.lookup_steps - before.lookup_steps
         return Summary(
             text=self.text,
             token_ids=self.token_ids,
@@ -292,6 +298,7 @@ class Generation:
             launches_replayed=now.launches_replayed - before.launches_replayed,
             launches_per_token=now.launches_per_token,
             tokens_per_launch=self._per_launch,
+            tokens_per_step=drafted / steps if steps else 0.0,
             graphs_captured=now.graphs_captured - before.graphs_captured,
             device=self._generator.device.name,
             eager_reasons=_since(before.eager_reasons, now.eager_reasons),

@@ -42,20 +42,23 @@ class PlanSizes:
     """The capacity of a decoder.
 
     `rows`: most rows of one step.  `sequences`: number of sequences.  `context`: positions of each.
-    `ring`: tokens of each sequence that the device may be ahead of the host.  Raises InputError,
-    also for more rows (4,096) or sequences (1,024) than device state has room for.
+    `ring`: steps that the device may be ahead of the host.  `lookup`: the most tokens that a step
+    drafts.  Raises InputError, also for more rows (4,096) or sequences (1,024) than device state
+    has room for.
     """
 
     rows: int = 64
     sequences: int = 1
     context: int = 2048
     ring: int = 256
+    lookup: int = 0
 
     def __post_init__(self) -> None:
         whole(self.rows, "max_rows", 1, LARGEST // ROW.itemsize)
         whole(self.sequences, "sequences", 1, LARGEST // OPTIONS.itemsize)
         whole(self.context, "context", 1)
         whole(self.ring, "ring", 1)
+        whole(self.lookup, "lookup", 0, min(self.rows, SAMPLED_ROWS) - 1)
         if self.sequences > self.rows:
             raise InputError(
                 f"max_rows is {self.rows}, and {self.sequences} sequences are to step together: it "
@@ -66,6 +69,17 @@ class PlanSizes:
     def buckets(self) -> PowersOfTwo:
         """The numbers of rows that launches are prepared for: powers of two, and `rows` itself."""
         return PowersOfTwo(self.rows)
+
+    @property
+    def least_rows(self) -> int:
+        """The rows of the smallest step: with drafts all steps have as many as one that drafts, so
+        that they run the same kernels, and a token does not depend on the drafts."""
+        return self.buckets.bucket(self.lookup + 1)
+
+    @property
+    def ring_tokens(self) -> int:
+        """The tokens of each sequence that the device may be ahead of the host."""
+        return self.ring * (self.lookup + 1)
 
     @property
     def sampled_rows(self) -> int:
@@ -120,7 +134,8 @@ class BufferPlan:
 
     def __post_init__(self) -> None:
         sizes = self.sizes
-        self.scalars = {"sequences": sizes.sequences, "context": sizes.context, "ring": sizes.ring}
+        self.scalars = {"sequences": sizes.sequences, "context": sizes.context}
+        self.scalars["ring"] = sizes.ring_tokens
 
     @classmethod
     def allocate(
@@ -155,6 +170,7 @@ class BufferPlan:
             "biases": ((sizes.sequences, MOST_BIASES, BIAS.itemsize // 4), i32),
             "state": ((sizes.sequences, STATE.itemsize // 4), i32),
             "counter": ((1,), i32),
+            **(_draft_buffers(sizes.least_rows, c.vocabulary) if sizes.lookup else {}),
             **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),
             **(more or {}),
         }
@@ -166,9 +182,10 @@ class BufferPlan:
             (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size), weights.dtype
         )
         buffers["rope"] = device.array(rope_table(c, sizes.context))
-        ring = device.pinned((sizes.sequences, sizes.ring), RING)
+        ring = device.pinned((sizes.sequences, sizes.ring_tokens), RING)
         ring.array[...] = (0, -1)
-        logprobs = device.pinned((sizes.sequences, sizes.ring, LOGPROBS.itemsize // 4), i32)
+        entries = (sizes.sequences, sizes.ring_tokens, LOGPROBS.itemsize // 4)
+        logprobs = device.pinned(entries, i32)
         return cls(
             c,
             sizes,
@@ -229,6 +246,14 @@ class BufferPlan:
             array.close()
         for buffer in (self.ring, self.logprobs, self.allowed, *self.buffers.values()):
             buffer.close()
+
+
+def _draft_buffers(rows: int, vocabulary: int) -> Buffers:
+    """Returns the buffers of a step that drafts: its rows, the same rows each as a sequence of its
+    own, and the logits of each row."""
+    i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
+    words = ((rows, 4), i32)
+    return {"drafted": words, "scored": words, "scores": ((rows, vocabulary), f32)}
 
 
 def mask_words(vocabulary: int) -> int:

@@ -22,6 +22,13 @@ which counts down and ends the loop once every row of the step has stopped.
 
     continue_loop (starts the count)   while: embed … sample  continue_loop (counts down)
 
+A step with drafts (`lookup`) gives one sequence several tokens: `draft` finds the sequence's last
+tokens earlier in it, and makes rows of the tokens that followed there; `accept` replaces `sample`
+and keeps the drafts that the model chooses too, and the token after them.
+
+    draft                                                 rows and states -> rows of the drafts
+    embed … head  accept                                  as above, with logits by row
+
 `decode_program(config)` returns a step as a tuple of `KernelCall`; it is pure, and `describe`
 prints it.  `models.plan` allocates the buffers that the calls name.
 """
@@ -96,6 +103,10 @@ RING = np.dtype([("token", np.int32), ("tag", np.int32)])
 """A token that the device gives to the host, in entry `position % size` of the sequence's ring.
 `tag` is 2 * position + stopped, so one 8-byte word identifies the token.  A negative tag: no token
 yet.  A negative token: the logits held NaN."""
+MORE = 1 << 30
+"""Added to a token in the ring if the step that chose it has chosen the next one too."""
+DRAFT_KEY = 3
+"""The most last tokens of a sequence that a draft's place must have in common with its end."""
 
 SAMPLED_ROWS = 64
 """Most rows of a step in which any row may be SAMPLE (larger batches: see `PlanSizes`).  A step of
@@ -146,6 +157,10 @@ SIGNATURES: dict[str, str] = {
     "vocabulary: u32, epsilon: f32",
     "sample": _SAMPLED + "row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "
     "ring_size: u32",
+    "draft": "rows: *const i32, state: *const i32, history: *const i32, drafted: *out i32, "
+    "scored: *out i32, row_count: u32, sequences: u32, context: u32, most: u32",
+    "accept": _LIVE + "scores: *const f32, options: *const u64, stops: *const i32, state: *i32, "
+    "ring: *i32, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, ring_size: u32",
     "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
     "row_count: u32, vocabulary: u32, first: u32",
     "best_of_ranks": _OF_RANKS,
@@ -187,21 +202,28 @@ class KernelCall:
 
 
 def decode_program(
-    config: LlamaConfig, *, sampled: bool = True, last_row: bool = False
+    config: LlamaConfig, *, sampled: bool = True, last_row: bool = False, lookup: int = 0
 ) -> tuple[KernelCall, ...]:
     """Returns the launches of one step, in order.
 
     `sampled`: with the output head, the choice of the next token and the advance of the state; all
     pieces of a prompt but the last need none of these.  `last_row`: these are computed for the
     step's last row only, so that a long piece does not compute the head for all its rows.
+    `lookup`: the most tokens that the step drafts for the sequence of its first row.
     """
-    calls = [_Calls(config)("embed", table=BufferArgument("embed"))]
+    call = _Calls(config)
+    calls = [call("draft", most=lookup)] if lookup else []
+    rows = BufferArgument("drafted" if lookup else "rows")
+    calls.append(call("embed", table=BufferArgument("embed"), rows=rows))
     for layer in range(config.layers):
         calls.extend(_layer(config, layer))
     if sampled:
         call, head = _Calls(config, last=last_row), "embed" if config.tied_embeddings else "head"
-        calls.append(call("head", norm=BufferArgument("final_norm"), weight=BufferArgument(head)))
-        calls.append(call("sample"))
+        given = {"norm": BufferArgument("final_norm"), "weight": BufferArgument(head)}
+        if lookup:  # a row of `scored` names itself as its sequence, so that each has its logits
+            given |= {"live": BufferArgument("scored"), "logits": BufferArgument("scores")}
+        calls.append(call("head", **given))
+        calls.append(call("accept" if lookup else "sample"))
     return tuple(calls)
 
 

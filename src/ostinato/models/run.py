@@ -6,6 +6,7 @@
 A step advances the state on the device, so a launch needs nothing from the host; and once all rows
 of a step have stopped they are padding, so an extra step changes nothing.  Tokens come through the
 ring: at most as many as the ring holds are launched and not taken, so none is overwritten unread.
+A step that drafts gives one token or more; the ring says which is its last.
 
 When a run ends, tokens that were launched and not taken are dropped.  The next step then gets token
 and position from the host (`Sequence.on_device` is False), and overwrites the cache behind them.
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _AHEAD = 2
 _HOST_STATE = "the host sets the state before each step (device_state is off)"
+_NO_GRAPH_DRAFTS = "no drafts: steps have no graph"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Run(Closeable, Generic[T]):
         calls: Calls,
         *,
         device_state: bool,
+        drafts: bool = False,
     ) -> None:
         self._stepper = stepper
         self._calls = calls  # shared with the decoder
@@ -102,6 +105,9 @@ class Run(Closeable, Generic[T]):
         self._per_launch = options.tokens_per_launch
         self._ahead = options.ahead or 0
         self._device_state = device_state
+        self._drafts = drafts
+        self._finishing = False
+        self._within = False  # a step that drafts was taken in part
         self._launched = self._taken = 0  # steps since `begin_ahead`
         self._over = False
         self._ended_by: str | None = None
@@ -163,7 +169,7 @@ class Run(Closeable, Generic[T]):
     def finish(self) -> None:
         """Stops launching: the run ends once all launched tokens are taken, and drops none, so the
         next step continues from the state on the device."""
-        self._left = self._launched - self._taken
+        self._left, self._finishing = self._launched - self._taken, True
 
     def end(self, by: str) -> None:
         """Ends the run because of the call `by`, which a later step's ClosedError names."""
@@ -192,21 +198,26 @@ class Run(Closeable, Generic[T]):
     def _find(self, stack: ExitStack) -> _Launches | None:
         """Returns the launches to run ahead, whose graph `stack` holds; None for one step with a
         wait: the host must set a sequence's position first, or there is no graph (yet)."""
-        steps, rows = self._stepper.steps, len(self._live)
+        steps, rows, drafts = self._stepper.steps, len(self._live), self._drafts
         if not (self._device_state and all(sequence.on_device for sequence in self._live)):
             return None
         for tokens in dict.fromkeys((self._per_launch, 1)):
             if self._left is not None and self._left < tokens:
                 continue
             try:
-                held = stack.enter_context(steps.hold(rows, tokens=tokens))
+                held = stack.enter_context(steps.hold(rows, tokens=tokens, drafts=drafts))
             except NotHeldError as refused:
                 call: Decision = refused.decision
-                if tokens > 1 and call.action is not Action.EAGER:  # checked against eager steps
-                    return _Launches(partial(steps, rows, tokens=tokens), tokens, most=1)
+                if (tokens > 1 or drafts) and call.action is not Action.EAGER:
+                    # Built now, or checked against eager steps.
+                    once = partial(steps, rows, tokens=tokens, drafts=drafts)
+                    return _Launches(once, tokens, most=1)
                 if tokens > 1:
                     self._note(call.reason.value)
                     self._per_launch = 1  # for the rest of this run
+                elif drafts:
+                    self._note(_NO_GRAPH_DRAFTS)
+                    self._drafts = False
             else:
                 return _Launches(held.launch, tokens)
         return None
@@ -219,15 +230,16 @@ class Run(Closeable, Generic[T]):
         stepper, sequences = self._stepper, self._live
         room = max(sequence.room for sequence in sequences)
         self._launched = self._taken = 0
+        self._within = False
         further = True
-        stepper.begin_ahead(sequences)
+        stepper.begin_ahead(sequences, drafts=self._drafts)
         try:
             while self._live and self._left != 0:
                 self._launch(launches, room)
                 if self._launched == self._taken:
                     break  # fewer tokens are left than one more launch would give
                 chosen = stepper.take_next(self._live)
-                self._taken += 1
+                self._taken += not self._drafts or self._ends_step()
                 yield self._hand(chosen)
             further = self._launched > self._taken
         except GeneratorExit:
@@ -235,6 +247,16 @@ class Run(Closeable, Generic[T]):
             raise
         finally:
             stepper.end_ahead(sequences, further=further)
+
+    def _ends_step(self) -> bool:
+        """Counts the token taken from a step that drafts; True if it is the step's last."""
+        more, phases = self._stepper.ring.has_more(self._live[0]), self._stepper.phases
+        phases.lookup_tokens += 1
+        phases.lookup_steps += not self._within
+        self._within = more
+        if more and self._finishing and self._left is not None:
+            self._left += 1  # which then counts steps
+        return not more
 
     def _launch(self, launches: _Launches, room: int) -> None:
         """Launches until `ahead` launches are under way besides the one that the host waits for,

@@ -1,5 +1,6 @@
-"""The decoder's graphed steps over one program: "prefill"; "decode", which samples; and loops of
-"decode" steps, which give several tokens a launch.
+"""The decoder's graphed steps over one program: "prefill"; "decode", which samples; "lookup", which
+drafts tokens and chooses as many as agree; and loops of the last two, which give several tokens a
+launch.
 
 The graph of a loop is built node by node around the launches of the step:
 
@@ -46,7 +47,7 @@ from ostinato.step import Action, Decision, HeldReplay, Reason, StepStatistics
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks
 
-_PREFILL, _DECODE, _ENDING = "prefill", "decode", "ending"
+_PREFILL, _DECODE, _ENDING, _LOOKUP = "prefill", "decode", "ending", "lookup"
 _WHOLE_LOGITS = "decode, whole logits"
 """The name of a step of ranks that gives each rank all logits, so that rows need not be greedy."""
 # Poison for padding rows in checks: without ACTIVE, with numbers that are out of every range.
@@ -56,8 +57,8 @@ _POISON_ROWS = (-2, 1 << 30)
 class StepGraphs:
     """The graphed steps of a decoder, by name; a step runs eagerly or as a replay of its graph.
 
-    Launches are prepared once for each bucket: for one row on construction, for other buckets
-    before their first step.  This loads the kernels, so that no capture has to load one.
+    Launches are prepared once for each bucket: for the least rows on construction, for other
+    buckets before their first step.  This loads the kernels, so that no capture has to load one.
     The arguments are those of `Decoder`; `ranks` is its membership in a group, if any.  Then each
     graph is compared with those of the other ranks before its first launch, and nothing is launched
     after a failure of the group.
@@ -96,8 +97,9 @@ class StepGraphs:
         self._buckets = plan.sizes.buckets
         self._ready: set[int] = set()
         """Numbers of rows whose bucket is prepared."""
-        self._prepare(1)
-        self.launches: int = len(self._prepared[1][_DECODE])
+        self._least = plan.sizes.least_rows
+        self._prepare(self._least)
+        self.launches: int = len(self._prepared[self._least][_DECODE])
         """The number of launches of a step that samples one row."""
         self.graph_cache = GraphCache(device, buckets=self._buckets, budget=graph_budget)
         self.stream = stream
@@ -124,41 +126,53 @@ class StepGraphs:
                 name=name,
                 # A rank's graph has its own builder, which compares it before its first launch.
                 build=build if ranks is None else "capture",
-                builder=None if ranks is None else partial(self._build_of_rank, name),
+                builder=None if ranks is None else partial(self._build_step, name),
                 warmups=warmups if ranks is None or build == "capture" else 0,
             )
             for name in (*names, *((_ENDING,) if ranks is None else ()))
         }
+        if plan.sizes.lookup:  # without a warm-up, see `_loop`
+            self._steps[_LOOKUP] = self._new_step(
+                partial(self._submit, _LOOKUP),
+                name=_LOOKUP,
+                warmups=0,
+                builder=partial(self._build_step, _LOOKUP),
+            )
         self._loops: dict[tuple[int, str], GraphedStep] = {}
 
     def end(self, rows: int) -> Decision:
         """Runs the rest of a step that samples, after the same rows were run with `sampled=False`.
         Does not wait."""
         self._check()
-        self.last_decision = self._steps[_ENDING](rows=rows)
+        self.last_decision = self._steps[_ENDING](rows=max(rows, self._least))
         return self.last_decision
 
-    def __call__(self, rows: int, *, sampled: bool = True, tokens: int = 1) -> Decision:
+    def __call__(
+        self, rows: int, *, sampled: bool = True, tokens: int = 1, drafts: bool = False
+    ) -> Decision:
         """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
 
         `tokens` may exceed 1 only if the step samples and all active rows are FROM_STATE.
+        `drafts`: the step drafts tokens for the sequence of the only row.
         """
-        self.last_decision = self._step(rows, sampled, tokens)(rows=rows)
+        rows = max(rows, self._least)
+        self.last_decision = self._step(rows, sampled, tokens, drafts)(rows=rows)
         return self.last_decision
 
-    def hold(self, rows: int, *, tokens: int = 1) -> HeldReplay:
+    def hold(self, rows: int, *, tokens: int = 1, drafts: bool = False) -> HeldReplay:
         """Returns the graph of a step that samples, held for many launches: `GraphedStep.hold`."""
-        held = self._step(rows, True, tokens).hold(rows=rows)
+        rows = max(rows, self._least)
+        held = self._step(rows, True, tokens, drafts).hold(rows=rows)
         self.last_decision = Decision(Action.REPLAY, Reason.REPLAYED)
         return held
 
-    def _step(self, rows: int, sampled: bool, tokens: int) -> GraphedStep:
+    def _step(self, rows: int, sampled: bool, tokens: int, drafts: bool) -> GraphedStep:
         """Returns the graphed step for these arguments, after preparing its launches."""
         self._check()
         if rows not in self._ready:
             self._prepare(self._buckets.bucket(rows))
             self._ready.add(rows)
-        name = self._name(sampled)
+        name = _LOOKUP if drafts else self._name(sampled)
         return self._steps[name] if tokens == 1 else self._loop(tokens, name)
 
     def ran_eagerly(self, decision: Decision) -> bool:
@@ -227,6 +241,9 @@ class StepGraphs:
             if self._ranks is None:  # the first launch follows a launch of another graph
                 rest = (rest[0].with_programmatic(False), *rest[1:])
                 made[_ENDING] = self._operations(rest, rows)
+        if self._plan.sizes.lookup and rows == self._least:
+            bounds[_LOOKUP] = self._bound(_LOOKUP, rows)
+            made[_LOOKUP] = self._operations(bounds[_LOOKUP], rows)
         self._bounds[rows] = bounds
         return made
 
@@ -251,7 +268,9 @@ class StepGraphs:
         """Returns the calls of a step, by its name."""
         sampled = name != _PREFILL
         if self._ranks is None:
-            return decode_program(self._plan.config, sampled=sampled, last_row=last_row)
+            lookup = self._plan.sizes.lookup if name == _LOOKUP else 0
+            of = self._plan.config
+            return decode_program(of, sampled=sampled, last_row=last_row, lookup=lookup)
         whole = name == _WHOLE_LOGITS
         return self._ranks.program(sampled=sampled, whole_logits=whole, last_row=last_row)
 
@@ -275,8 +294,7 @@ class StepGraphs:
 
         return tuple(operation for one in bound for operation in one.operations(resolve))
 
-    # --- several ranks
-    def _build_of_rank(self, name: str, stream: Stream, sizes: Sizes) -> GraphExec:
+    def _build_step(self, name: str, stream: Stream, sizes: Sizes) -> GraphExec:
         rows = sizes.rows
 
         def make() -> GraphExec:
@@ -293,6 +311,7 @@ class StepGraphs:
 
         return self._agreed(name, rows, self._bounds[rows][name], make)
 
+    # --- several ranks
     def _agreed(
         self, name: str, rows: int, bound: tuple[BoundCall, ...], make: Callable[[], GraphExec]
     ) -> GraphExec:
@@ -377,7 +396,7 @@ class StepGraphs:
 
     def graph(self, rows: int, *, sampled: bool) -> Graph:
         """Captures a step of `rows` rows, rounded up to their bucket, as a graph to inspect."""
-        bucket = self._buckets.bucket(rows)
+        bucket = self._buckets.bucket(max(rows, self._least))
         self._prepare(bucket)
         with capture(self.stream) as under_way:
             for operation in self._prepared[bucket][self._name(sampled)]:

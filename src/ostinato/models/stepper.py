@@ -26,7 +26,7 @@ from ostinato import Buffer, Stream, copy
 from ostinato.errors import LogitsError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
-from ostinato.models.program import LOGPROBS, ROW
+from ostinato.models.program import LOGPROBS, MORE, ROW
 from ostinato.models.sequences import (
     Sequence,
     decode_rows,
@@ -102,7 +102,12 @@ class TokenRing:
         logits held NaN.  The caller must have waited for the token."""
         word = self._words[sequence.index][(sequence.length + step) % self.size]
         token = word & 0xFFFFFFFF
-        return token if token < 1 << 31 else -1, bool(word >> 32 & 1)
+        return token & ~MORE if token < 1 << 31 else -1, bool(word >> 32 & 1)
+
+    def has_more(self, sequence: Sequence) -> bool:
+        """True if the step that chose the sequence's last token has chosen more tokens."""
+        word = self._words[sequence.index][sequence.length % self.size]
+        return word & (MORE | 1 << 31) == MORE
 
     def _missing(self, sequences: Items[Sequence], steps: Items[int]) -> bool:
         words, size = self._words, self.size
@@ -317,15 +322,17 @@ class Stepper:
         return TokenLogprobs(sequence.tokens[-1], float(one["chosen"]), pairs)
 
     # --- many steps, the host behind
-    def begin_ahead(self, sequences: list[Sequence]) -> None:
+    def begin_ahead(self, sequences: list[Sequence], *, drafts: bool) -> None:
         """Prepares steps of these sequences that are launched before their tokens are taken.
 
-        All sequences must be `on_device`.  The host writes no rows until `end_ahead`.
+        All sequences must be `on_device`.  The host writes no rows until `end_ahead`.  `drafts`:
+        the steps draft tokens, and leave no logits.
         """
         self._settle()
         self._set_rows(decode_rows(self._rows, sequences, device_state=True))
         for sequence in sequences:
             sequence.on_device = False  # the device's state is ahead of the host's
+            sequence.has_logits = sequence.has_logits and not drafts
             self.ring.forget_all(sequence)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:

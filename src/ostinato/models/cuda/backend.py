@@ -111,6 +111,7 @@ class CudaBackend:
     dtype: np.dtype[Any] = np.dtype(np.uint16)
     packed = False
     spins = True
+    alike_rows = SAMPLED_ROWS
 
     _LEAST: ClassVar[tuple[int, int]] = (8, 0)  # bfloat16 on the tensor cores
 

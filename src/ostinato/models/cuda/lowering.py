@@ -14,7 +14,7 @@ returns one `CudaLaunch` for each launch of a step; `lower` is pure and needs no
     more, or fewer with a library: see cuda.library
                    all of these also with packed matrices (`bricks`)
     any            attention.cu (split over the KV length), step.cu (embed), sample.cu,
-                   loop.cu (continue_loop), norm_rope.cu (norms of heads)
+                   loop.cu (continue_loop), norm_rope.cu (norms of heads), lookup.cu (draft, accept)
 
 The additions of a family to Llama's layers (biases, norms of heads, sliding windows) are compiled
 only into the kernels of its models: `family_macros`.
@@ -65,6 +65,7 @@ from ostinato.models.cuda.shapes import (
 )
 from ostinato.models.program import (
     ABSENT,
+    DRAFT_KEY,
     MOST_BIASES,
     MOST_LOGPROBS,
     OF_RANKS,
@@ -77,7 +78,7 @@ from ostinato.models.program import (
 from ostinato.models.program import SIGNATURES as HOST_SIGNATURES
 from ostinato.modules import CompileOptions
 
-ENDING = ("head", "sample", "best_of_part", "best_of_ranks", "sample_of_ranks")
+ENDING = ("head", "sample", "accept", "best_of_part", "best_of_ranks", "sample_of_ranks")
 """The calls that work only on rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
 _MATRICES = ("weight", "table")
@@ -96,6 +97,7 @@ _FILES = {
     **dict.fromkeys(("best_of_part", "best_of_ranks"), "shard"),
     "sample_of_ranks": "sample",
     "continue_loop": "loop",
+    **dict.fromkeys(("draft", "accept"), "lookup"),
     "embed": "step",
 }
 """The kernels whose source file has another name."""
@@ -107,6 +109,7 @@ _ROW_THREADS = {
     **dict.fromkeys(("best_of_part", "best_of_ranks"), 32),
 }
 """Threads of the kernels that have a block for each row."""
+_LOOKUP_THREADS = 1024
 _PREFETCH_PIECE = 2048
 _WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
 _ROPE_THREADS = 128
@@ -121,7 +124,7 @@ def _of_cuda(kernel: str, signature: str) -> str:
     text = _HALVES.sub(r"\1: \2bf16", signature).replace("workspace: *out f32", "workspace: *f32")
     if kernel in PRODUCT_CALLS and kernel != "head":
         text = text.replace("weight: *const bf16, ", _WEIGHT)
-    if kernel == "sample":
+    if kernel in ("sample", "accept"):
         text = text.replace("row_count", "workspace: *const f32, row_count")
     return text
 
@@ -137,8 +140,9 @@ SIGNATURES: dict[str, str] = {
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
 }
 """Parameters of the CUDA kernels: those of the host's kernels, with matrices and cache in bfloat16.
-Products of layers also have `later`, the weights that they prefetch; `sample` also has `workspace`,
-with the results of `head`.  `attention_block` has the parameters of the calls that it replaces.
+Products of layers also have `later`, the weights that they prefetch; `sample` and `accept` also
+have `workspace`, with the results of `head`.  `attention_block` has the parameters of the calls
+that it replaces.
 """
 
 
@@ -500,6 +504,12 @@ class Lowering:
                 found["PREVIOUS_STARTS"] = self.starts(before)
             else:
                 found["HEAD_BLOCKS"] = found["RANKS"] = given["ranks"]
+        elif kernel == "draft":
+            found = {"ROWS": self.rows, "LOOKUP_THREADS": _LOOKUP_THREADS, "DRAFT_KEY": DRAFT_KEY}
+        elif kernel == "accept":
+            found = {"ROWS": self.rows, "LOOKUP_THREADS": _LOOKUP_THREADS}
+            found |= {"STOPS": given["stop_count"]}
+            found["HEAD_BLOCKS"] = self.blocks("head", self.head_packing)
         elif kernel == "best_of_part":
             found = {"HEAD_BLOCKS": self.blocks("head", self.head_packing)}
         elif kernel == "best_of_ranks":
@@ -655,7 +665,7 @@ class Lowering:
         kernel = calls[0].kernel if len(calls) == 1 else "attention_block"
         arguments = {name: value for call in calls for name, value in call.arguments}
         arguments.setdefault("later", ABSENT)
-        if kernel == "sample":
+        if kernel in ("sample", "accept"):
             arguments.setdefault("workspace", BufferArgument("workspace"))
         elif kernel == "attention_block":
             arguments["weight"] = dict(calls[0].arguments)["weight"]
@@ -718,6 +728,8 @@ class Lowering:
             grid, threads = (-(-lanes // _ROPE_THREADS), self.rows, 1), _ROPE_THREADS
         elif kernel == "continue_loop":
             grid, threads = (1, 1, 1), MAX_ROWS
+        elif kernel in ("draft", "accept"):
+            grid, threads = (1, 1, 1), _LOOKUP_THREADS
         else:
             threads = _ROW_THREADS[kernel]
         return LaunchConfig(

@@ -19,7 +19,7 @@ from ostinato.models.backend import (
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import Formats
 from ostinato.models.files.checkpoint import Checkpoint
-from ostinato.models.host.kernels import HOST_KERNELS
+from ostinato.models.host.kernels import HOST_KERNELS, ROW_BY_ROW
 from ostinato.models.host.packed_kernels import compiled, description, packed_kernels
 from ostinato.models.host.shard_kernels import SHARD_KERNELS
 from ostinato.models.program import SAMPLED_ROWS, KernelCall
@@ -43,6 +43,7 @@ class HostBackend(Backend):
             )
         self.name = "packed" if self.packed else "numpy"
         kernels = packed_kernels(threads) if self.packed else HOST_KERNELS
+        self.alike_rows = SAMPLED_ROWS if self.packed else ROW_BY_ROW
         self._source = Source(host={**kernels, **SHARD_KERNELS}, name="decoder")
 
     def piece_rows(self, config: LlamaConfig) -> int:

@@ -4,8 +4,9 @@ Their parameters are those of `program.SIGNATURES`.  Pointers are flat views up 
 allocation; matrices are [out, in].  `live` holds the step's rows as resolved by `embed`, four int32
 each.  Rows are computed up to the last active one; inactive rows before it hold zeros.
 
-Other numbers of rows may give other bits (BLAS then sums in another order).  The same rows give the
-same bits, launched eagerly or from a graph.
+A row of a step of up to `ROW_BY_ROW` rows has the bits of a step of its own.  With more rows it
+may have others (BLAS then sums in another order).  The same rows give the same bits, launched
+eagerly or from a graph.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from ostinato import HostKernel, host_kernel
 from ostinato.models.program import (
     ACTIVE,
     BIAS,
+    DRAFT_KEY,
     FROM_STATE,
     LOGPROBS,
     MASKED,
+    MORE,
     MOST_BIASES,
     OPTIONS,
     SAMPLE,
@@ -43,7 +46,9 @@ HOST_KERNELS: dict[str, HostKernel] = {}
 """The kernels by name."""
 
 _FLAGS = 3
-_ROW_BY_ROW = 4  # the most rows for which matrix-vector products are faster than a matrix product
+ROW_BY_ROW = 4
+"""The most rows that are computed one by one: up to here matrix-vector products are faster than a
+matrix product."""
 
 
 class Given:
@@ -81,6 +86,9 @@ class Given:
     inner: Floats
     logits: Floats
     adjusted: Floats
+    drafted: Ints
+    scored: Ints
+    scores: Floats
     workspace: Floats
     row_count: int
     hidden: int
@@ -97,6 +105,7 @@ class Given:
     condition: int
     start: int
     first: int
+    most: int
     ranks: int
     epsilon: float
     scale: float
@@ -182,7 +191,7 @@ def _product(weight: Floats, x: Floats, out: Floats) -> None:
     Measured with OpenBLAS on two cores, all layers of SmolLM2-135M: with `x @ weight.T` 2 rows take
     43 ms and 8 take 47; row by row 2 take 23; with `weight @ x.T` 8 take 38, the copy included.
     """
-    if len(x) <= _ROW_BY_ROW:
+    if len(x) <= ROW_BY_ROW:
         for row, target in zip(x, out, strict=True):
             np.matmul(weight, row, out=target)
     else:
@@ -192,10 +201,11 @@ def _product(weight: Floats, x: Floats, out: Floats) -> None:
 def _normed(x: Floats, norm: Floats, epsilon: float) -> Floats:
     """Returns the RMS norm of rows, times the weights."""
     width = x.shape[1]
-    if len(x) == 1:
-        row = x[0]
-        scale = 1.0 / np.sqrt(np.dot(row, row) / np.float32(width) + np.float32(epsilon))
-        out = x * np.float32(scale)
+    if len(x) <= ROW_BY_ROW:
+        out = np.empty_like(x)
+        for row, target in zip(x, out, strict=True):
+            scale = 1.0 / np.sqrt(np.dot(row, row) / np.float32(width) + np.float32(epsilon))
+            np.multiply(row, np.float32(scale), out=target)
     else:
         squares = np.square(x).mean(axis=1, keepdims=True)
         squares += np.float32(epsilon)
@@ -317,6 +327,7 @@ def attention(a: Given) -> None:
     for span in _spans_of(a.live, used):
         keys, values = all_keys[span.sequence], all_values[span.sequence]
         step = max(1, _CHUNK // (span.position + span.stop - span.start))
+        step = 1 if used <= ROW_BY_ROW else step
         for start in range(span.start, span.stop, step):
             stop = min(start + step, span.stop)
             before = span.position + start - span.start
@@ -398,7 +409,7 @@ def head(a: Given) -> None:
     sequences = [sequence for _, _, sequence in sampled]
     final = _normed(_matrix(a.x, a.row_count, a.hidden)[rows], a.norm, a.epsilon)
     out = _matrix(a.logits, max(sequences) + 1, a.vocabulary)
-    if len(rows) <= _ROW_BY_ROW:
+    if len(rows) <= ROW_BY_ROW:
         for row, sequence in zip(final, sequences, strict=True):
             np.matmul(table, row, out=out[sequence])
     else:
@@ -462,17 +473,81 @@ def _allowed(a: Given, sequence: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(mask.view(np.uint8), count=a.vocabulary, bitorder="little").view(np.bool_)
 
 
-def advance(a: Given, token: int, position: int, sequence: int) -> None:
+@kernel(HOST_KERNELS)
+def draft(a: Given) -> None:
+    """Makes the rows of a step for the sequence of the first row in `rows`: its token, and up to
+    `most` drafts (`drafts_of`), as far as there are rows.  `scored` has the same rows, each with
+    its own number as sequence."""
+    made = np.zeros((a.row_count, 4), np.int32)
+    token, position, sequence, flags = a.rows[:4].tolist()
+    if not 0 <= sequence < a.sequences:
+        flags &= ~ACTIVE
+    elif flags & FROM_STATE:
+        token, position, _, stopped = a.state[4 * sequence : 4 * sequence + 4].tolist()
+        flags &= ~(FROM_STATE | (ACTIVE if stopped else 0))
+    made[0] = (token, position, sequence, flags)
+    if flags & ACTIVE and 0 <= position < a.context:
+        before = a.history[sequence * a.context :][:position]
+        drafts = drafts_of(np.append(before, np.int32(token)), min(a.most, a.row_count - 1))
+        for index, found in enumerate(drafts.tolist(), 1):
+            made[index] = (found, position + index, sequence, flags)
+    a.drafted[: made.size] = made.reshape(-1)
+    made[:, 2] = np.arange(a.row_count)
+    a.scored[: made.size] = made.reshape(-1)
+
+
+def drafts_of(tokens: Ints, most: int) -> Ints:
+    """Returns the tokens that may follow `tokens`, int32, (`most`,), or none.
+
+    They are those that followed the place that has the most last tokens in common with the end,
+    DRAFT_KEY at most; of several places the last.  They go on with themselves where `tokens` end.
+    """
+    end = len(tokens) - 1
+    places = np.flatnonzero(tokens[:end] == tokens[end])
+    if not places.size:
+        return tokens[:0]
+    for back in range(1, DRAFT_KEY):
+        alike = places[places >= back]
+        alike = alike[tokens[alike - back] == tokens[end - back]]
+        if not alike.size:
+            break
+        places = alike
+    place = int(places[-1])
+    return tokens[place + 1 + np.arange(most) % (end - place)]
+
+
+@kernel(HOST_KERNELS)
+def accept(a: Given) -> None:
+    """Chooses the likeliest token of each row in turn, and updates the state of its sequence
+    (`advance`), as long as the next row holds the token chosen: what follows a wrong draft is
+    dropped.  `scores`: [rows, vocabulary]."""
+    scores = _matrix(a.scores, a.row_count, a.vocabulary)
+    rows = [*a.live[: 4 * a.row_count].reshape(-1, 4).tolist(), (0, 0, 0, 0)]
+    for index, values in enumerate(scores):
+        _, position, sequence, flags = rows[index]
+        if not flags & ACTIVE:
+            return
+        best = int(values.argmax())  # the first NaN if there is one
+        token = best if np.isfinite(values[best]) else -1
+        agreed = bool(rows[index + 1][_FLAGS] & ACTIVE) and rows[index + 1][0] == token
+        if not advance(a, token, position, sequence, agreed):
+            return
+
+
+def advance(a: Given, token: int, position: int, sequence: int, agreed: bool = False) -> bool:
     """Sets the state of a sequence after the row at `position`, and writes the token to the ring
     that the host reads.  The sequence stops at token -1, at a token in `stops`, at the limit in its
-    `options` and at the end of the context."""
+    `options` and at the end of the context.  Returns whether the step goes on with the next token:
+    if a draft `agreed` and the sequence has not stopped."""
     limit = min(int(a.options.view(OPTIONS)[sequence]["limit"]), a.context)
     stops = a.stops[: a.stop_count].tolist()
     stopped = int(token < 0 or token in stops or position + 1 >= limit)
     a.state[4 * sequence : 4 * sequence + 4] = (token, position + 1, position + 2, stopped)
+    more = agreed and not stopped
     # One store of 8 bytes, since another thread may poll this entry.
-    entry = (2 * (position + 1) + stopped) << 32 | token & 0xFFFFFFFF
+    entry = (2 * (position + 1) + stopped) << 32 | (token | MORE * more) & 0xFFFFFFFF
     a.ring.view(np.int64)[sequence * a.ring_size + (position + 1) % a.ring_size] = entry
+    return more
 
 
 @kernel(HOST_KERNELS)

@@ -45,14 +45,25 @@ DEVICE Ending ending_of(const SampledRow& sampled, const Options* options, const
                   lane < STOPS ? load_fresh(stops + lane) : -1};
 }
 
+constexpr int MORE = 1 << 30;  // program.MORE
+
+// Returns the token of the largest key of a row's logits; -1 for NaN and infinity.
+DEVICE int greedy_token(u64 key) {
+    if (key == NAN_KEY || isinf(from_ordered(static_cast<u32>(key >> 32)))) return -1;
+    return static_cast<int>(0xffffffffu - static_cast<u32>(key));
+}
+
 // Writes the sequence's new state, and its token to the ring that the host reads.  One whole warp calls it.
-DEVICE void advance(const Row& row, int token, const Ending& ending, int* state, int2* ring, u32 context,
-                    u32 ring_size) {
+// Returns whether the step goes on with the next token: if a draft `agreed` and the sequence has not stopped.
+DEVICE bool advance(const Row& row, int token, const Ending& ending, int* state, int2* ring, u32 context,
+                    u32 ring_size, bool agreed = false) {
     const int next = row.position + 1;
     const bool ends = __ballot_sync(0xffffffffu, ending.token == token) != 0;
     const bool stopped = ends || token < 0 || next >= min(ending.limit, static_cast<int>(context));
-    if (threadIdx.x % 32) return;
+    const bool more = agreed && !stopped;
+    if (threadIdx.x % 32) return more;
     reinterpret_cast<Row*>(state)[row.sequence] = Row{token, next, next + 1, stopped};
     store_for_host(ring + static_cast<long long>(row.sequence) * ring_size + next % ring_size,
-                   make_int2(token, 2 * next + stopped));
+                   make_int2(more ? token | MORE : token, 2 * next + stopped));
+    return more;
 }

@@ -45,9 +45,7 @@ KERNEL __launch_bounds__(32)
     for (int i = threadIdx.x; i < RANKS; i += 32)
         key = largest(key, load_fresh(keys + static_cast<long long>(blockIdx.x) * RANKS + i));
     key = largest_of_warp(key);
-    const bool infinite = isinf(from_ordered(static_cast<u32>(key >> 32)));
-    const bool usable = sampled.plain && key != NAN_KEY && !infinite;
-    const int token = usable ? static_cast<int>(0xffffffffu - static_cast<u32>(key)) : -1;
+    const int token = sampled.plain ? greedy_token(key) : -1;
     advance(sampled.row, token, ending, state, ring, context, ring_size);
 }
 #endif
