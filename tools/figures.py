@@ -50,6 +50,7 @@ PAGES = (
     "docs/design.md",
     "docs/howto/differences.md",
     "docs/index.md",
+    "docs/models.md",
     "docs/performance.md",
     "docs/relational.md",
     "docs/serve.md",
@@ -766,6 +767,24 @@ def divergences() -> Iterable[str]:
     )
 
 
+def lookup() -> Iterable[str]:
+    """The table of drafts at given rates: tokens a second without drafts, and with some."""
+    rows = results("lookup-1B-nvidia-h200.json")["rows"]
+    drafts = sorted({row["lookup"] for row in rows})
+    found = {(row["what"], row["lookup"]): row for row in rows}
+
+    def cells(what: str) -> Iterator[str]:
+        yield what.partition(", ")[2]
+        for each in drafts:
+            row = found[what, each]
+            times = f" ({row['times']:.2f} ×)" if each else ""
+            yield f"{row['tokens_per_second']:,.0f}{times}"
+
+    head = [f"{each} drafts, tok/s" if each else "no drafts, tok/s" for each in drafts]
+    whats = dict.fromkeys(row["what"] for row in rows)
+    return _table(("tokens that are right", *head), map(cells, whats))
+
+
 def tuning() -> Iterable[str]:
     """The table of default and found launch shapes: microseconds a step, and their ratio."""
     rows = {
@@ -857,6 +876,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches,
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
         attention, startup, load, host, join, torch_graphed, torch_waits,
-        torch_training, torch_generate, generate, weights, streams, divergences, tuning,
+        torch_training, torch_generate, generate, weights, streams, divergences, lookup, tuning,
     )
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -677,6 +678,31 @@ def test_freed_memory_at_whose_place_is_other_memory_by_now(
     assert found is not None and found.b is not None
     assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
     assert "was not run" in found.why
+
+
+@ost.kernel(
+    "x: *f32, unset: u64",
+    """
+extern "C" __global__ void padded(float* x, unsigned long long unset) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < 300) x[i] += 1;
+}
+""",
+    name="padded",
+)
+def padded(launch: Any, x: Any, unset: int) -> None:
+    x[:] += 1
+
+
+def test_bytes_that_nobody_set_are_no_stale_pointer(device: Device, stream: ost.Stream) -> None:
+    """An argument of another library's kernel holds what lay there: once an address, once not."""
+    work = Work(device)
+    graphs = []
+    for unset in (work.other.address, 0x100):
+        made = ost.Graph.create(device)
+        made.add_kernel(device.modules.get_or_compile(padded, "padded"), config(N), work.x, unset)
+        graphs.append(adopted(device, made))
+    assert first_difference(stream, *graphs) is None
 
 
 def test_a_pointer_to_no_memory_is_told_in_both(device: Device, stream: ost.Stream) -> None:

@@ -61,6 +61,7 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _BATCH = 64
 """Pieces that are read at once."""
 _MOST_TRIALS = 256
+_LEAST_ADDRESS = 1 << 16
 _MOST_CELLS = 1 << 24
 """The most cells of the table that finds the nodes which both runs have in the same order."""
 _MOST_INPUT = 64 << 20
@@ -744,7 +745,8 @@ class _Comparison:
                     raw = node.params.arguments.data[key : key + 8]
                     address = int.from_bytes(raw, "little")
                 pointer = key in touches and node.signature is not None
-                pointer |= key in theirs and self._live(theirs[key]) > 0
+                if address >= _LEAST_ADDRESS:  # a smaller one is a number, or padding
+                    pointer |= key in theirs and self._live(theirs[key]) > 0
                 lost = address and pointer and self._find(address) is None
                 if lost or any(memory.holds(address) for memory in closed):
                     why = (
