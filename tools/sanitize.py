@@ -187,6 +187,7 @@ PARTS: tuple[Part, ...] = (
         2,
         "explanations",
         "tests/explain/test_audit.py",
+        "tests/explain/test_difference_random.py",
         "tests/explain/test_first_difference.py",
         "tests/explain/test_node_times.py",
     ),

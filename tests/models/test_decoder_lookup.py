@@ -131,7 +131,7 @@ def cache_of(decoder: Decoder) -> bytes:
 # ------------------------------------------------------------------------------ the same tokens
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_tokens_are_those_of_single_steps(
     way: tuple[str, ost.Device], decoder: Decoder, seed: int
 ) -> None:
@@ -344,7 +344,7 @@ def test_the_ring_is_never_overrun(way: tuple[str, ost.Device], options: dict[st
         assert found == wanted
 
 
-@pytest.mark.parametrize("taken", range(1, 12))
+@pytest.mark.parametrize("taken", [1, 2, 3, 5, 7, 11])
 def test_a_run_that_is_left_goes_on_after_the_last_token_taken(
     decoder: Decoder, taken: int
 ) -> None:
