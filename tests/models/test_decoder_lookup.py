@@ -48,7 +48,12 @@ MODEL = RandomModel(llama(2, 1, 32, inner=72, vocabulary=67, layers=2, tied_embe
 """It repeats itself, with breaks in between: many drafts are right, and many are not."""
 CONTEXT = 70
 MOST = {"compiled": 7, "numpy": 3, "emulated": 7, "cuda": 7}
-WAYS = [*list(MOST)[:3], pytest.param("cuda", marks=pytest.mark.gpu)]
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+WAYS = ["compiled", "numpy", "emulated", CUDA]
+not_emulated = pytest.mark.parametrize(
+    "way", ["compiled", "numpy", CUDA], indirect=True, scope="module"
+)
+"""For what only the host decides: the emulator takes seconds for it."""
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -234,6 +239,7 @@ def test_every_family_gives_the_bits_of_single_steps(
         assert decoder.statistics().lookup_tokens > decoder.statistics().lookup_steps
 
 
+@not_emulated
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "host sets rows"])
 def test_every_mode_gives_the_same_tokens(way: tuple[str, ost.Device], mode: str) -> None:
     with opened(way, **MODES[mode]) as decoder:
@@ -327,11 +333,10 @@ def test_real_widths_have_the_bits_of_single_steps(
 # ------------------------------------------------------------------------------------ how runs end
 
 
+@not_emulated
 @pytest.mark.parametrize("options", [{"ahead": 255}, {"tokens_per_launch": 64, "ahead": 3}])
 def test_the_ring_is_never_overrun(way: tuple[str, ost.Device], options: dict[str, int]) -> None:
     """As far ahead as may be, around the ring, and a caller who dawdles."""
-    if way[0] == "emulated":
-        pytest.skip("too many steps for the emulator")
     with opened(way, lookup=2, max_context=777) as decoder:
         wanted = one_by_one(decoder, prompt_of(5), 777)
         assert len(wanted) > 2.5 * decoder.plan.sizes.ring
@@ -344,6 +349,7 @@ def test_the_ring_is_never_overrun(way: tuple[str, ost.Device], options: dict[st
         assert found == wanted
 
 
+@not_emulated
 @pytest.mark.parametrize("taken", [1, 2, 3, 5, 7, 11])
 def test_a_run_that_is_left_goes_on_after_the_last_token_taken(
     decoder: Decoder, taken: int
@@ -368,6 +374,7 @@ def test_a_run_that_is_left_goes_on_after_the_last_token_taken(
         assert found == wanted[: len(found)]
 
 
+@not_emulated
 @pytest.mark.parametrize("at", [1, 3, 4, 8])
 @pytest.mark.parametrize("tokens_per_launch", [1, 4])
 def test_an_interrupted_run_goes_on(decoder: Decoder, at: int, tokens_per_launch: int) -> None:
@@ -383,6 +390,7 @@ def test_an_interrupted_run_goes_on(decoder: Decoder, at: int, tokens_per_launch
     assert found == wanted[: at + 10]
 
 
+@not_emulated
 @pytest.mark.parametrize("taken", [0, 1, 2, 5])
 def test_a_finished_run_gives_all_that_was_launched(decoder: Decoder, taken: int) -> None:
     prompt = prompt_of(2)
@@ -426,6 +434,7 @@ def test_a_logit_that_is_not_a_number_is_an_error(way: tuple[str, ost.Device]) -
 # -------------------------------------------------------------------------------------- who drafts
 
 
+@not_emulated
 @pytest.mark.parametrize(
     "options",
     [
@@ -447,6 +456,7 @@ def test_other_choices_do_not_draft(decoder: Decoder, options: dict[str, Any]) -
     assert "greedy" in reason[0]
 
 
+@not_emulated
 def test_several_sequences_do_not_draft_and_one_of_them_does(way: tuple[str, ost.Device]) -> None:
     with opened(way, sequences=2) as decoder:
         wanted = one_by_one(decoder, prompt_of(6), 12)
@@ -461,6 +471,7 @@ def test_several_sequences_do_not_draft_and_one_of_them_does(way: tuple[str, ost
         assert list(decoder.run(0, count=4)) == wanted[7:11]
 
 
+@not_emulated
 @pytest.mark.parametrize("options", [{"graphs": False}, {"device_state": False}])
 def test_without_graphs_there_are_no_drafts(
     way: tuple[str, ost.Device], options: dict[str, bool]
