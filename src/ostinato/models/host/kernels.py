@@ -226,6 +226,19 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats, out: Floats) -> None:
     out_right += left * sine
 
 
+def _resolved(a: Given, row: list[int]) -> tuple[int, int, int, int]:
+    """Returns token, position, sequence and flags of a row, the first two from the state where it
+    asks for that; inactive if its sequence has stopped or is out of range."""
+    token, position, sequence, flags = row
+    if not 0 <= sequence < a.sequences:
+        flags &= ~ACTIVE
+    elif flags & FROM_STATE:
+        token, position, _, stopped = a.state[4 * sequence : 4 * sequence + 4].tolist()
+        if stopped:
+            flags &= ~ACTIVE
+    return token, position, sequence, flags
+
+
 @kernel(HOST_KERNELS)
 def embed(a: Given) -> None:
     """Resolves the rows (FROM_STATE), embeds their tokens, and stores them in the history.
@@ -235,13 +248,7 @@ def embed(a: Given) -> None:
     out = _matrix(a.x, a.row_count, a.hidden)
     embedding = _matrix(a.table, a.vocabulary, a.hidden)
     for index, row in enumerate(a.rows[: 4 * a.row_count].reshape(-1, 4).tolist()):
-        token, position, sequence, flags = row
-        if not 0 <= sequence < a.sequences:
-            flags &= ~ACTIVE
-        elif flags & FROM_STATE:
-            token, position, _, stopped = a.state[4 * sequence : 4 * sequence + 4].tolist()
-            if stopped:
-                flags &= ~ACTIVE
+        token, position, sequence, flags = _resolved(a, row)
         if not (0 <= token < a.vocabulary and 0 <= position < a.context):
             flags &= ~ACTIVE
         a.live[4 * index : 4 * index + 4] = (token, position, sequence, flags)
@@ -479,12 +486,8 @@ def draft(a: Given) -> None:
     `most` drafts (`drafts_of`), as far as there are rows.  `scored` has the same rows, each with
     its own number as sequence."""
     made = np.zeros((a.row_count, 4), np.int32)
-    token, position, sequence, flags = a.rows[:4].tolist()
-    if not 0 <= sequence < a.sequences:
-        flags &= ~ACTIVE
-    elif flags & FROM_STATE:
-        token, position, _, stopped = a.state[4 * sequence : 4 * sequence + 4].tolist()
-        flags &= ~(FROM_STATE | (ACTIVE if stopped else 0))
+    token, position, sequence, flags = _resolved(a, a.rows[:4].tolist())
+    flags &= ~FROM_STATE
     made[0] = (token, position, sequence, flags)
     if flags & ACTIVE and 0 <= position < a.context:
         before = a.history[sequence * a.context :][:position]

@@ -460,6 +460,21 @@ DEVICE Row load_row(const int* live, int index) {
                static_cast<int>(v.w)};
 }
 
+// Returns a row of a step, with token and position of the state where it asks for these; inactive if its
+// sequence has stopped or is out of range.
+DEVICE Row resolved_row(const int* rows, int index, const int* state, u32 sequences) {
+    Row row = load_row(rows, index);
+    if (static_cast<u32>(row.sequence) >= sequences) {
+        row.flags &= ~ACTIVE;
+    } else if (row.flags & FROM_STATE) {
+        const Row now = load_row(state, row.sequence);  // token, position, length, stopped
+        row.token = now.token;
+        row.position = now.position;
+        if (now.flags) row.flags &= ~ACTIVE;
+    }
+    return row;
+}
+
 // The workspace: COUNTER_BYTES of counters that are zero between kernels, then partial results of a kernel
 // for its own last block or for the next kernel.
 constexpr int COUNTER_BYTES = 1 << 16;

@@ -18,15 +18,8 @@ KERNEL __launch_bounds__(THREADS)
     const int thread = threadIdx.x;
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    Row row = load_row(rows, 0);
-    if (static_cast<u32>(row.sequence) >= sequences) {
-        row.flags &= ~ACTIVE;
-    } else if (row.flags & FROM_STATE) {
-        const Row now = load_row(state, row.sequence);  // token, position, length, stopped
-        row.token = now.token;
-        row.position = now.position;
-        row.flags &= ~(FROM_STATE | (now.flags ? ACTIVE : 0));
-    }
+    Row row = resolved_row(rows, 0, state, sequences);
+    row.flags &= ~FROM_STATE;
     const bool drafts = row.flags & ACTIVE && static_cast<u32>(row.position) < context;
     const int* const tokens = history + static_cast<long long>(drafts ? row.sequence : 0) * context;
     const int end = drafts ? row.position : 0;

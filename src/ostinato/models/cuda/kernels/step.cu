@@ -11,15 +11,7 @@ KERNEL __launch_bounds__(EMBED_THREADS)
     const int index = blockIdx.x, thread = threadIdx.x;
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
-    Row row = load_row(rows, index);
-    if (static_cast<u32>(row.sequence) >= sequences) {
-        row.flags &= ~ACTIVE;
-    } else if (row.flags & FROM_STATE) {
-        const Row now = load_row(state, row.sequence);  // token, position, length, stopped
-        row.token = now.token;
-        row.position = now.position;
-        if (now.flags) row.flags &= ~ACTIVE;
-    }
+    Row row = resolved_row(rows, index, state, sequences);
     if (static_cast<u32>(row.token) >= VOCAB || static_cast<u32>(row.position) >= context)
         row.flags &= ~ACTIVE;
     if (thread == 0) reinterpret_cast<Row*>(live)[index] = row;
