@@ -7,7 +7,8 @@ twice: with the optimiser as people write it (`AdamW(parameters, lr)`: its count
 so that `graphed` makes its steps between two graphs), and with one that a graph can hold
 (`capturable`, `fused`, a rate on the GPU).  Of the second there is also a graph of the whole step
 made by hand, which is the bound: `of_hand` is the time of `graphed` as a part of its time.
-`parameters` compares them after 200 steps with those of eager training, bit for bit.  Times are
+`parameters` compares them after 200 steps with those of eager training, bit for bit, with torch's
+deterministic kernels; times are those with its usual ones.  Times are
 those of whole steps with the wait for the GPU at their end, in turns.  `first_ms` is the time of
 the first 12 steps.
 """
@@ -175,41 +176,53 @@ def by_hand(torch: Any, step: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
     return replay
 
 
-def trained(torch: Any, work: Work, capturable: bool, steps: int) -> tuple[str, Any, float]:
-    """Trains eagerly, by `graphed` and eagerly again; returns how the parameters compare, the
-    graphed step, and the milliseconds of its first 12 steps."""
+def trained(torch: Any, work: Work, capturable: bool, steps: int) -> str:
+    """Trains eagerly, by `graphed` and eagerly again; returns how the parameters compare."""
     from ostinato.interop.torch import graphed
 
-    found, kept, first = [], None, 0.0
-    for way in ("eager", "graphed", "eager"):
-        model, step = trainer(torch, work, capturable)
-        if way == "graphed":
-            step = kept = graphed(step)
-        draw = torch.Generator("cuda").manual_seed(7)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for count in range(steps):
-            torch.manual_seed(count)
-            step(*work.draw(draw))
-            if count == 11 and way == "graphed":
-                torch.cuda.synchronize()
-                first = 1e3 * (time.perf_counter() - began)
-        found.append([p.detach().clone() for p in model.parameters()])
+    found = []
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for way in ("eager", "graphed", "eager"):
+            model, step = trainer(torch, work, capturable)
+            if way == "graphed":
+                step = graphed(step)
+            draw = torch.Generator("cuda").manual_seed(7)
+            for count in range(steps):
+                torch.manual_seed(count)
+                step(*work.draw(draw))
+            found.append([p.detach().clone() for p in model.parameters()])
+            if way == "graphed":
+                step.close()
+    finally:
+        torch.use_deterministic_algorithms(False)
     eager, ours, again = found
     if all(map(torch.equal, eager, ours)):
-        return "same", kept, first
-    differ = not all(map(torch.equal, eager, again))
-    return "eager runs differ" if differ else "WRONG", kept, first
+        return "same"
+    return "WRONG" if all(map(torch.equal, eager, again)) else "eager runs differ"
+
+
+def begun(torch: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> float:
+    """Runs the first 12 steps; returns their time in milliseconds."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(12):
+        torch.compiler.cudagraph_mark_step_begin()
+        step(*args)
+    torch.cuda.synchronize()
+    return round(1e3 * (time.perf_counter() - began), 1)
 
 
 def measure(
     torch: Any, name: str, work: Work, steps: int, compiles: bool
 ) -> list[dict[str, object]]:
+    from ostinato.interop.torch import graphed
+
     rows = []
     draw = torch.Generator("cuda").manual_seed(9)
     args = work.draw(draw)
     for capturable in (False, True):
-        compared, step, first = trained(torch, work, capturable, CHECKED)
+        step = graphed(trainer(torch, work, capturable)[1])
         ways: dict[str, Callable[..., Any]] = {
             "eager": trainer(torch, work, capturable)[1],
             "graphed": step,
@@ -218,30 +231,23 @@ def measure(
             "work": name,
             "optimizer": "capturable" if capturable else "plain",
         }
-        row |= {"parameters": compared, "first_ms": round(first, 1)}
+        row["parameters"] = trained(torch, work, capturable, CHECKED)
+        row["first_ms"] = begun(torch, step, args)
         if capturable and not work.waits:
             ways["by hand"] = by_hand(torch, trainer(torch, work, True)[1], args)
         if not capturable and work.alone and not work.waits:
             # The forward and backward alone as graphs, in an eager step.
-            from ostinato.interop.torch import graphed
-
             def made_graphed(model: Any) -> Any:
                 return torch.cuda.make_graphed_callables(model, (args[0].clone(),))
 
             replayed: Callable[[Any], Any] = lambda model: graphed(model, gradients="replay")  # noqa: E731
             ways["module"] = trainer(torch, work, False, wrap=replayed)[1]
             ways["make_graphed"] = trainer(torch, work, False, wrap=made_graphed)[1]
-            for _ in range(12):
-                ways["module"](*args)
-        if compiles:
+            begun(torch, ways["module"], args)
+        if compiles and not capturable:
             torch._dynamo.reset()
-            began = time.perf_counter()
             ways["compiled"] = trainer(torch, work, capturable, compiles=True)[1]
-            for _ in range(12):
-                torch.compiler.cudagraph_mark_step_begin()
-                ways["compiled"](*args)
-            torch.cuda.synchronize()
-            row["compile_ms"] = round(1e3 * (time.perf_counter() - began), 1)
+            row["compile_ms"] = begun(torch, ways["compiled"], args)
         us = common.call_times(torch, ways, args, max(2, steps // BLOCK), BLOCK)
         row |= {f"{way.replace(' ', '_')}_us": round(value, 1) for way, value in us.items()}
         row["of_eager"] = round(us["graphed"] / us["eager"], 3)

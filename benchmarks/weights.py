@@ -26,8 +26,8 @@ from ostinato.models import Decoder
 PLANS = (
     "1B:bf16,q8_0,q4_0,q4_k_m:1,8,32",
     "8B:bf16,q8_0,q4_k_m:1",
-    "135M:bf16,q8_0,q4_1:1",
-    "360M:bf16,q8_0,q4_0:1",
+    "135M:bf16,q8_0,q5_1,q5_0,q4_1,iq4_nl,q4_k_m:1",
+    "360M:bf16,q8_0,q5_0,q4_0,q4_k_m:1",
 )
 QUICK = ("tiny:bf16,q4_0:1,2",)
 _CONTEXT, _TOKENS, _ROUNDS, _PROMPT = 20, 100, 3, 512

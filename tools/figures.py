@@ -675,7 +675,8 @@ def torch_training() -> Iterable[str]:
     rows = results("torch_training-nvidia-h200.json")["rows"]
     heads = (
         *("step", "optimiser", "eager, µs", "`graphed`, µs", "times"),
-        *("whole graph by hand, µs", "`make_graphed_callables`, µs", "parameters"),
+        *("whole graph by hand, µs", "`make_graphed_callables`, µs", "`torch.compile`, µs"),
+        *("first 12 steps, s", "compiled, s", "parameters"),
     )
     return _table(
         heads,
@@ -685,7 +686,14 @@ def torch_training() -> Iterable[str]:
                 "as people write it" if row["optimizer"] == "plain" else row["optimizer"],
                 *(f"{row[f'{way}_us']:,.0f}" for way in ("eager", "graphed")),
                 f"{1 / row['of_eager']:.1f}",
-                *(_cell(row, f"{way}_us", "{:,.0f}") for way in ("by_hand", "make_graphed")),
+                *(
+                    _cell(row, f"{way}_us", "{:,.0f}")
+                    for way in ("by_hand", "make_graphed", "compiled")
+                ),
+                *(
+                    "" if at not in row else f"{row[at] / 1e3:.1f}"
+                    for at in ("first_ms", "compile_ms")
+                ),
                 row["parameters"],
             ]
             for row in rows
@@ -813,7 +821,7 @@ def weights() -> Iterable[str]:
     rows = list(results("weights-1B-nvidia-h200.json")["rows"])
     rows += (r for r in results("weights-nvidia-h200.json")["rows"] if r["shape"] != "1B")
     batches = (1, 8, 32)
-    kinds = ("bf16", "q8_0", "q4_1", "q4_0", "q4_k_m")
+    kinds = ("bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q4_k_m")
     names = {kind: kind.upper() for kind in kinds} | {"bf16": "bfloat16"}
     rows.sort(key=lambda r: (r["shape"], kinds.index(r["kind"])))
 
