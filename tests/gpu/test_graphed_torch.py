@@ -1376,3 +1376,52 @@ def test_a_pool_outlives_the_graphs_that_torch_captured(cuda_device: Device) -> 
             gc.collect()
         first.instantiate().launch(stream)
         assert torch.equal(doubled, x * 2)
+
+
+@pytest.mark.parametrize("way", ["forward", "chain", "backward", "training"])
+def test_13_torch_frees_the_workspaces_of_cublas(make: Make, way: str) -> None:
+    """It does before each capture for torch.compile, and later versions with their own graphs."""
+
+    def mlp() -> Any:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 128)]
+        return torch.nn.Sequential(*layers, torch.nn.Tanh(), torch.nn.Linear(128, 8)).cuda()
+
+    def stepped(model: Any) -> Any:
+        called = make(model, gradients="replay") if way == "backward" else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: Any) -> Any:
+            y = called(x)
+            if way == "chain" and not bool(y.isfinite().all()):
+                raise ValueError("not finite")
+            if way in ("forward", "chain"):
+                return y @ y.mT
+            optimizer.zero_grad()
+            loss = y.square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    model, twin = mlp(), mlp()
+    step = stepped(model)
+    step = step if way == "backward" else make(step)
+    expected = stepped(twin) if way != "backward" else None
+    with torch.set_grad_enabled(way in ("backward", "training")):
+        for number in range(12):
+            x = randn(64, 64)
+            if number == 6:
+                torch.cuda.synchronize()
+                torch._C._cuda_clearCublasWorkspaces()
+                gc.collect()
+                torch.cuda.empty_cache()
+                others = [torch.full((8 << 20,), 7.0, device="cuda") for _ in range(32)]
+            result = step(x)
+            if expected is not None:
+                assert same(result, expected(x)), number
+            assert result.isfinite().all()
+    assert all(bool((other == 7).all()) for other in others)
+    if way != "backward":
+        assert step.statistics().replays >= 8, step.explain()

@@ -280,9 +280,6 @@ class OnTape(OnCpu):
     def differentiable(self, function: Any, state: Any) -> Any:
         return _Synchronised(self.capture, function, state)
 
-    def ready_beside(self) -> None:
-        """There is no side stream."""
-
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)
         # The operations of a capture run here, and indices must be some.

@@ -995,7 +995,6 @@ class _Work(Work):
         replayed = options.gradients == "replay"
         if replayed and library.live() is not None:
             # On the caller's stream: what autograd notes of it must be right in the backward.
-            library.ready_beside()
             result = self.result = run()
         else:
             result = self.result = library.run_beside(run)

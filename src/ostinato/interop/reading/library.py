@@ -175,10 +175,6 @@ class Library(WatchingLibrary, Protocol):
         `state`: the arrays that the function uses besides its arguments."""
         return None
 
-    def ready_beside(self) -> None:
-        """Makes on the side stream of captures what a library makes at its first use there."""
-        return
-
     def version(self, array: Any, /) -> int | None:
         """Returns a number that changes when the array is written; None if writes are not counted,
         and the array must be treated as written."""

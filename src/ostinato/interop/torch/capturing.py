@@ -38,6 +38,10 @@ _begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", N
 _BY_MAGMA = "_cholesky_solve_helper", "cholesky_inverse"
 """Operations that torch computes with MAGMA, if they are given several matrices."""
 
+_workspaces: dict[tuple[int, int], Any] = {}
+"""For each device and stream of captures a pool that holds cuBLAS's workspaces alone.  Pools stay
+for ever: the driver may give the handle of a closed stream to a new one."""
+
 NOT_REGISTERED = "generator not in capture mode"
 """Part of torch's error for random numbers in a capture that is not its own."""
 
@@ -98,8 +102,8 @@ class Captures:
         """Returns the stream of warm-ups and captures, as torch's object and as ostinato's.
 
         It is a stream of ostinato, because torch hands out the same few streams again and again.
-        cuBLAS has a workspace for each stream, which a graph uses wherever it is replayed, and
-        which no other work may use at that time.
+        cuBLAS has a workspace for each stream (`own_workspaces`), which a graph uses wherever it is
+        replayed, and which no other work may use at that time.
 
         While the process has one Python thread, the stream waits for the legacy default stream, so
         that work there breaks a capture instead of missing in it.  Other threads that work there
@@ -111,6 +115,39 @@ class Captures:
             stream = self.device.create_stream(blocking=blocking)
             self._side = torch.cuda.ExternalStream(stream.handle, device=self.index), stream
         return self._side
+
+    def own_workspaces(self) -> None:
+        """Makes cuBLAS's workspaces for the side stream in a pool that holds nothing else.
+
+        A graph holds their addresses, and torch frees them on its own terms: all of them before a
+        capture of `torch.compile(mode="reduce-overhead")`, those of a stream with a graph captured
+        there, those of a thread with the thread (pytorch/pytorch#193402, #192061).  In this pool no
+        other work gets freed memory.  Called before each warm-up and each capture; a workspace
+        belongs to a thread, so autograd's has its own.  Not covered: workspaces of other streams
+        that a captured function uses."""
+        if _begin_pool is None:
+            return
+        side, stream = self.beside()
+        pool = _workspaces.setdefault((self.index, stream.handle), torch.cuda.graph_pool_handle())
+        square = torch.zeros(16, 16, device=f"cuda:{self.index}")
+
+        def multiply() -> None:
+            into = torch.empty_like(square)
+            _begin_pool(self.index, pool)
+            try:
+                torch.mm(square, square, out=into)
+                torch.addmm(square[0], square, square, out=into)  # by cuBLASLt
+            finally:
+                torch._C._cuda_endAllocateToPool(self.index, pool)
+
+        differentiates = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.cuda.stream(side), _unseen_by_modes(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # Raised where torch allows deterministic operations alone, and by other allocators.
+            with suppress(RuntimeError):
+                multiply()
+                if differentiates:
+                    _on_the_engine(square, multiply)
 
     def note_unseen(self) -> None:
         """Notes whether the next capture may miss work on the legacy default stream."""
@@ -130,6 +167,7 @@ class Captures:
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
         """Implements `Library.run_beside`."""
+        self.own_workspaces()
         (side, _), current = self.beside(), torch.cuda.current_stream(self.index)
         side.wait_stream(current)
         try:
@@ -155,7 +193,7 @@ class Captures:
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self.open_pool()
-        self.beside()
+        self.own_workspaces()
         self.note_unseen()
         events = FollowedEvents()
 
@@ -371,6 +409,25 @@ class Captures:
             nothing.add_(1)
             owner.capture_end()
         return owner
+
+
+def _on_the_engine(like: torch.Tensor, work: Callable[[], None]) -> None:
+    """Runs work in the thread of autograd for a tensor's device, on the current stream."""
+
+    class Engine(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                work()
+            return gradient
+
+    with torch.enable_grad():
+        x = like.detach().requires_grad_()
+        torch.autograd.grad(Engine.apply(x).sum(), x)
 
 
 @contextmanager

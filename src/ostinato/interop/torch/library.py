@@ -392,14 +392,6 @@ class Torch:
 
         return capture
 
-    def ready_beside(self) -> None:
-        def work() -> None:  # cuBLAS's memory for the stream, which a capture would make in a pool
-            one = torch.zeros(1, 1, device=self.where)
-            torch.mm(one, one)
-
-        with torch.no_grad():
-            self.run_beside(work)
-
     def version(self, tensor: torch.Tensor, /) -> int | None:
         return None if tensor.is_inference() else tensor._version
 

@@ -916,6 +916,7 @@ def run_chain(
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index), without_magma():
         captures.open_pool()
+        captures.own_workspaces()
         side, stream = captures.beside()
         captures.note_unseen()
         current = torch.cuda.current_stream(captures.index)
