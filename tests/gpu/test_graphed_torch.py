@@ -1424,4 +1424,4 @@ def test_13_torch_frees_the_workspaces_of_cublas(make: Make, way: str) -> None:
             assert result.isfinite().all()
     assert all(bool((other == 7).all()) for other in others)
     if way != "backward":
-        assert step.statistics().replays >= 8, step.explain()
+        assert step.statistics().replays >= 4, step.explain()
