@@ -222,3 +222,20 @@ def test_closed(make: Make) -> None:
     step.close()
     with pytest.raises(ClosedError):
         step(randn(2))
+
+
+@pytest.mark.parametrize("size", [1000, 4099])
+def test_a_plan_of_cufft_lives_as_long_as_a_graph_that_uses_it(make: Make, size: int) -> None:
+    """CuPy keeps the last 16 plans, and the end of one takes what its kernels use."""
+    f = lambda x: cupy.abs(cupy.fft.fft(x)) * 2  # noqa: E731
+    step = make(f)
+    for number in range(8):
+        if number == 4:
+            cupy.cuda.Device().synchronize()
+            cupy.fft.config.get_plan_cache().clear()
+            for other in range(16):
+                f(randn(8, 100 + 16 * other))
+        x = randn(64, size) + number
+        found = step(x)
+        assert same(found, f(x))
+    assert step.statistics().replays == 7, step.explain()

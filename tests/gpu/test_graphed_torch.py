@@ -6,12 +6,15 @@ import concurrent.futures
 import dataclasses
 import functools
 import gc
+import importlib.util
 import queue
 import random
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -1425,3 +1428,41 @@ def test_13_torch_frees_the_workspaces_of_cublas(make: Make, way: str) -> None:
     assert all(bool((other == 7).all()) for other in others)
     if way != "backward":
         assert step.statistics().replays >= 4, step.explain()
+
+
+def test_14_a_kernel_of_triton_is_dropped(make: Make, tmp_path: Path) -> None:
+    """Since Triton 3.7 the end of a compiled kernel unloads its code."""
+    compiler = pytest.importorskip("triton.compiler.compiler")
+    path = tmp_path / "kernel_of_test_14.py"
+    path.write_text(
+        "import triton, triton.language as tl\n@triton.jit\ndef add(x, y, n, B: tl.constexpr):\n"
+        "    i = tl.program_id(0) * B + tl.arange(0, B)\n"
+        "    tl.store(y + i, tl.load(x + i, i < n) + 3.0, i < n)\n"
+    )
+    spec = importlib.util.spec_from_file_location("kernel_of_test_14", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    held = [module.add]
+
+    def f(x: Any) -> Any:
+        y = torch.empty_like(x)
+        held[-1][(4,)](x, y, x.numel(), B=256)
+        return y
+
+    before = {id(o) for o in gc.get_objects() if isinstance(o, compiler.CompiledKernel)}
+    step = make(f)
+    x = randn(1000)
+    for _ in range(3):
+        assert same(step(x), x + 3)
+    (line,) = step.statistics().keys
+    assert line.replays, step.explain()
+    kernels = [o for o in gc.get_objects() if isinstance(o, compiler.CompiledKernel)]
+    kernels = [weakref.ref(o) for o in kernels if id(o) not in before]
+    assert kernels
+    held[0].device_caches.clear()
+    gc.collect()
+    assert any(kernel() is not None for kernel in kernels)
+    step.close()
+    gc.collect()
+    assert all(kernel() is None for kernel in kernels)

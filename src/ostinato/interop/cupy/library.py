@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from ostinato.interop.reading.library import (
     Library,
     NotGraphable,
     cuda_index,
+    living_objects,
     name_of,
     own_cache,
 )
@@ -208,8 +210,16 @@ class CuPy(Library):
                 f"node {drawing.index} ({drawing.name}) draws random numbers with cuRAND, which "
                 "would be the same in each replay; draw them outside, and give them as an argument"
             )
+        # A plan of cuFFT that ends takes what its kernels use with it; CuPy keeps the last 16.
+        cufft: Any = sys.modules.get("cupy.cuda.cufft")
+        plans = (
+            [plan for kind in (cufft.Plan1d, cufft.PlanNd) for plan in living_objects(kind)]
+            if cufft
+            else []
+        )
         # Adopted, since ostinato cannot read what CuPy's kernels point at.
-        return Graph.adopt(self.device, int(graph.handle), owner=(graph, self._pool)), result
+        owner = graph, self._pool, plans
+        return Graph.adopt(self.device, int(graph.handle), owner=owner), result
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return isinstance(error, MemoryError) or (

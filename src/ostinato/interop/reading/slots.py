@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from ostinato.errors import ContextPoisonedError, NotHeldError, OstinatoError
 from ostinato.interop.reading.chains import Chain, ChainBuilder, Raised, output_noted
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.kept import HostSnapshot
-from ostinato.interop.reading.library import NotGraphable, WaitsForDevice
+from ostinato.interop.reading.library import NotGraphable, WaitsForDevice, living_objects
 from ostinato.interop.reading.moves import MOST, Mover, Moves
 from ostinato.interop.reading.padding import cuts
 from ostinato.interop.reading.records import AttachedGradient, Bound, Captured, Line, ReadCall
@@ -450,7 +448,9 @@ class Maker:
         functions do.  The caller keeps all of it until the capture has ended, so that an address in
         the graph is an address of this memory, not of later memory in its place."""
         library = self._subject.library
-        return [piece for each in _living(library.array_type) for piece in library.memory(each)]
+        return [
+            piece for each in living_objects(library.array_type) for piece in library.memory(each)
+        ]
 
     def taken_apart(self, result: Any, call: ReadCall, marks: Sequence[object] = ()) -> Tree | str:
         """Takes the result of a call apart; returns a reason instead if no replay can give it."""
@@ -624,18 +624,6 @@ class Maker:
         if any(before.holds(place) for before, _ in moved for place in places):
             return ", and a result is a view of it"
         return moved
-
-
-def _living(kind: type) -> Iterator[Any]:
-    """Yields the objects of a class and its subclasses that the garbage collector tracks."""
-    kinds, left = {id(kind)}, [kind]
-    while left:
-        found: list[type] = type.__subclasses__(left.pop())
-        found = [each for each in found if id(each) not in kinds]
-        kinds.update(map(id, found))
-        left += found
-    objects = gc.get_objects()  # some 100,000: no Python code for each
-    return compress(objects, map(kinds.__contains__, map(id, map(type, objects))))
 
 
 def _pointed_at(

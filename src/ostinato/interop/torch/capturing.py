@@ -24,6 +24,7 @@ from ostinato.interop.reading.library import (
     NoMemory,
     NotGraphable,
     WaitsForDevice,
+    living_objects,
 )
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.lowlevel import causes, every_node
@@ -211,6 +212,7 @@ class Captures:
         made.asked = bool(asked)
         if made.graph is not None:
             made.error = events.missing_in(made.graph)
+            keep_programs(made.graph)
             made.graph = None if made.error else made.graph
         return made
 
@@ -411,10 +413,22 @@ class Captures:
         return owner
 
 
+def keep_programs(*graphs: Graph) -> None:
+    """Lets graphs keep the kernels of Triton that they launch: since 3.7 the end of such an object
+    unloads its code."""
+    compiler = sys.modules.get("triton.compiler.compiler")
+    if compiler is not None:
+        kernels = list(living_objects(compiler.CompiledKernel))
+        for graph in graphs:
+            kind = NodeKind.KERNEL
+            used = {n.kernel.function for n in every_node(graph.nodes()) if n.kind is kind}
+            graph.keep += [k for k in kernels if getattr(k, "function", None) in used]
+
+
 def _on_the_engine(like: torch.Tensor, work: Callable[[], None]) -> None:
     """Runs work in the thread of autograd for a tensor's device, on the current stream."""
 
-    class Engine(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+    class _Engine(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
             return x.clone()
@@ -427,7 +441,7 @@ def _on_the_engine(like: torch.Tensor, work: Callable[[], None]) -> None:
 
     with torch.enable_grad():
         x = like.detach().requires_grad_()
-        torch.autograd.grad(Engine.apply(x).sum(), x)
+        torch.autograd.grad(_Engine.apply(x).sum(), x)
 
 
 @contextmanager
