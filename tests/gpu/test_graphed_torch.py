@@ -594,7 +594,8 @@ def test_captures_that_fail_give_their_memory_back(make: Make, draws: bool) -> N
         assert step.statistics().eager == 8 and step.statistics().quarantined, step.explain()
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() - before < 32 << 20
+    workspaces = len(steps) * (34 << 20)  # of cuBLAS, for the streams of captures
+    assert torch.cuda.memory_reserved() - before < workspaces + (32 << 20)
     torch.rand(3, device="cuda")  # and torch works on
 
 
@@ -1455,8 +1456,7 @@ def test_14_a_kernel_of_triton_is_dropped(make: Make, tmp_path: Path) -> None:
     x = randn(1000)
     for _ in range(3):
         assert same(step(x), x + 3)
-    (line,) = step.statistics().keys
-    assert line.replays, step.explain()
+    assert step.statistics().replays, step.explain()
     kernels = [o for o in gc.get_objects() if isinstance(o, compiler.CompiledKernel)]
     kernels = [weakref.ref(o) for o in kernels if id(o) not in before]
     assert kernels
