@@ -1466,3 +1466,30 @@ def test_14_a_kernel_of_triton_is_dropped(make: Make, tmp_path: Path) -> None:
     step.close()
     gc.collect()
     assert all(kernel() is None for kernel in kernels)
+
+
+@pytest.mark.parametrize("how", ["clear", "smaller for a while", "full"])
+def test_15_plans_of_cufft_end(make: Make, how: str) -> None:
+    """A graph with a transform gives another result, or breaks, once its plan has ended."""
+    cache = torch.backends.cuda.cufft_plan_cache
+    f = lambda x: torch.fft.fft(x).abs() * 2  # noqa: E731
+    step, most = make(f), cache.max_size
+    try:
+        for number in range(10):
+            x = randn(64, 1000)
+            assert same(step(x), f(x)), number
+            if number == 4:
+                assert step.statistics().replays >= 3, step.explain()
+                torch.cuda.synchronize()
+                if how == "clear":
+                    cache.clear()
+                else:
+                    cache.max_size = 1
+                f(randn(64, 1002))
+                if how == "smaller for a while":
+                    cache.max_size = most
+    finally:
+        cache.max_size = most
+    counts = step.statistics()
+    assert counts.captures == (1 if how == "full" else 2), step.explain()
+    assert counts.replays == (4 if how == "full" else 8), step.explain()

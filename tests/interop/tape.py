@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -146,6 +147,7 @@ class OnCpu(Torch):
     inside = False
     unseen = False
     _of_host = ()
+    _captures: Any = SimpleNamespace(plans=None)
 
     def __init__(self, device: Device) -> None:
         self.device, self.index, self.generators = device, -1, ()

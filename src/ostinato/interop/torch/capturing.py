@@ -27,6 +27,7 @@ from ostinato.interop.reading.library import (
     living_objects,
 )
 from ostinato.interop.torch.adopting import adopt_graph, drawing
+from ostinato.interop.torch.plans import transforms, watch
 from ostinato.lowlevel import causes, every_node
 from ostinato.settings import blocking_captures
 
@@ -95,6 +96,8 @@ class Captures:
         """The objects that keep the pool for each graph in it."""
         self.waiting: set[tuple[Any, ...]] = set()
         """Kinds of operations that wait, found when they broke a capture (`waits.py`)."""
+        self.plans: int | None = None
+        """The count of ended plans of cuFFT (`plans.py`) at the first graph that uses some."""
         self.by_torch = bool(generators) or _begin_pool is None
         """True if torch captures, because ostinato cannot capture the function (`_capture_here`),
         or because this torch lets no other code use its pools."""
@@ -212,9 +215,22 @@ class Captures:
         made.asked = bool(asked)
         if made.graph is not None:
             made.error = events.missing_in(made.graph)
-            keep_programs(made.graph)
+            self.keep_programs(made.graph)
             made.graph = None if made.error else made.graph
         return made
+
+    def keep_programs(self, *graphs: Graph) -> None:
+        """Lets graphs keep the kernels of Triton that they launch: since 3.7 the end of such an
+        object unloads its code.  Notes whether they use plans of cuFFT."""
+        if self.plans is None and transforms(graphs):
+            self.plans = watch()
+        compiler = sys.modules.get("triton.compiler.compiler")
+        if compiler is not None:
+            kernels = list(living_objects(compiler.CompiledKernel))
+            kind = NodeKind.KERNEL
+            for graph in graphs:
+                used = {n.kernel.function for n in every_node(graph.nodes()) if n.kind is kind}
+                graph.keep += [k for k in kernels if getattr(k, "function", None) in used]
 
     @contextmanager
     def apart(self, pool: OwnPool) -> Iterator[None]:
@@ -411,18 +427,6 @@ class Captures:
             nothing.add_(1)
             owner.capture_end()
         return owner
-
-
-def keep_programs(*graphs: Graph) -> None:
-    """Lets graphs keep the kernels of Triton that they launch: since 3.7 the end of such an object
-    unloads its code."""
-    compiler = sys.modules.get("triton.compiler.compiler")
-    if compiler is not None:
-        kernels = list(living_objects(compiler.CompiledKernel))
-        for graph in graphs:
-            kind = NodeKind.KERNEL
-            used = {n.kernel.function for n in every_node(graph.nodes()) if n.kind is kind}
-            graph.keep += [k for k in kernels if getattr(k, "function", None) in used]
 
 
 def _on_the_engine(like: torch.Tensor, work: Callable[[], None]) -> None:

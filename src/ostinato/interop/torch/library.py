@@ -22,6 +22,7 @@ from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
 from ostinato.interop.torch.gradients import Capturer, Differentiated, memory_of
+from ostinato.interop.torch.plans import ended, require_room
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
@@ -410,7 +411,11 @@ class Torch:
             # The name of a setting without the handle behind it, which undoes the setting.
             *[c[0] if isinstance(c := held[name], tuple) else c for held, name in _choices],
             _default_device() if _overriding() or _dispatching() else None,
+            0 if self._captures.plans is None else require_room(self._plans_ended()),
         )
+
+    def _plans_ended(self) -> int:
+        return ended(self._captures.index, self._captures.plans or 0)
 
     @property
     def reads(self) -> tuple[str | Callable[[Any], Any], ...]:
@@ -441,6 +446,7 @@ class Torch:
             *_orders,
             *_precision(),
             *_determinism(),
+            *(() if self._captures.plans is None else (self._plans_ended,)),
         )
 
     def names(self) -> tuple[tuple[dict[str, Any], str], ...]:

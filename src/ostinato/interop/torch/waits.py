@@ -53,7 +53,6 @@ from ostinato.interop.torch.capturing import (
     explained,
     hand_over,
     hidden_capture,
-    keep_programs,
     line_outside_torch,
     noted_backward,
     one_at_a_time,
@@ -956,7 +955,7 @@ def run_chain(
             why = WaitsForDevice(mode.why)
         if why is not None:
             hand_over(result, current)
-        keep_programs(*captor.graphs)
+        captures.keep_programs(*captor.graphs)
         for graph in captor.graphs:
             graph.keep.append(captor.kept)
         return result, why
