@@ -768,12 +768,11 @@ def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
     return _Outcome(struck, left)
 
 
-STRIDE = 3
 LONG = [name for name in SCENARIOS if name.startswith(("step", "cache", "join"))]
 """Scenarios of hundreds of calls."""
 DENSE = {(name, "refused"): 1 for name in SCENARIOS if name not in LONG}
 SPARSE = {
-    (name, kind): STRIDE
+    (name, kind): 5 if name in LONG else 3
     for name in SCENARIOS
     for kind in KINDS
     if name not in LONG

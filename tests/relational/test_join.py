@@ -64,7 +64,7 @@ def test_a_small_join(joiner: Joiner) -> None:
     assert result.left_rows.dtype == result.right_rows.dtype == np.uint32
 
 
-@settings(max_examples=60, suppress_health_check=ONE_JOINER)
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=ONE_JOINER)
 @given(shape=shapes())
 @example(shape=Shape(257, 256, (np.int64, np.int32), 2, 6.0, 3, True))
 def test_random_joins(joiner: Joiner, shape: Shape) -> None:
@@ -185,6 +185,15 @@ def test_a_key_is_captured_once_and_replayed_with_other_tables(joiner: Joiner) -
     assert after.retries == 0
 
 
+@pytest.mark.parametrize(
+    "joiner",
+    [
+        "host",
+        pytest.param("emulated", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
 def test_right_sides_have_three_classes(joiner: Joiner) -> None:
     def keys(*rows: int) -> set[JoinKey]:
         tables = [column(np.arange(n)) for n in rows]

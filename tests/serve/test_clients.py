@@ -133,7 +133,7 @@ def llm(start: Start, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("more", [(), ("--no-stream",), ("-s", "Be brief.", "-o", "seed", "5")])
+@pytest.mark.parametrize("more", [(), ("--no-stream", "-s", "Be brief.", "-o", "seed", "5")])
 def test_llm_chats(
     start: Start, llm: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
