@@ -43,7 +43,7 @@ demo: $(VENV)/.runtime          ## a real model answers a prompt, through captur
 	$(BIN)/ostinato generate "$(PROMPT)" --max-tokens 64
 
 test: $(VENV)/.dev              ## the tests that need no GPU: minutes on two cores
-	$(TESTS) -m "not slow" $(ARGS)
+	$(TESTS) -m "not slow and not gpu" $(ARGS)
 
 test-all: $(VENV)/.dev          ## the slow tests too, and new random examples
 	$(TESTS) --hypothesis-profile=random --cov --cov-report=term:skip-covered $(ARGS)
@@ -55,7 +55,7 @@ pythons:                        ## the graph layer's tests on the Pythons of thi
 	    echo "$$python: Python $$name"; folder=$(VENV)-python-$$name; \
 	    test -x $$folder/bin/python || $$python -m venv $$folder; \
 	    $$folder/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]"; \
-	    $$folder/bin/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not slow" $(PYTHONS_TESTS) $(ARGS); \
+	    $$folder/bin/python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal -m "not slow and not gpu" $(PYTHONS_TESTS) $(ARGS); \
 	done
 
 torch:                          ## the tests that need PyTorch and transformers, on the CPU, with each version

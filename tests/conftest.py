@@ -20,6 +20,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from ostinato.device import Device, open_device
 from ostinato.driver import launcher as driver_launcher
@@ -54,6 +55,8 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile("same")
+# Nor do they depend on the constants in the modules that are imported by then, or on their paths.
+providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -123,7 +123,7 @@ def main(name: str, way: str) -> None:
         ]
         for thread in threads:
             thread.start()
-        for _ in range(10):
+        for _ in range(3):
             fork(parent)
         stop.set()
         for thread in threads:

@@ -768,36 +768,41 @@ def _run(name: str, at: int = 0, status: int = 1, times: int = 1) -> _Outcome:
     return _Outcome(struck, left)
 
 
-LONG = [name for name in SCENARIOS if name.startswith(("step", "cache"))]
-STRIDE = 3
-QUICK: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LONG, ("refused", "all from here")),
-    "step_strict": ("refused",),
-    **dict.fromkeys(("join", "join_eager", "joiner"), ("refused",)),
-}
-"""What fails of scenarios with hundreds of calls in the usual run, at every STRIDE-th of them."""
-CASES = [
-    pytest.param(name, kind, 1, marks=pytest.mark.slow if slow else (), id=f"{name}-{kind}")
+LONG = [name for name in SCENARIOS if name.startswith(("step", "cache", "join"))]
+"""Scenarios of hundreds of calls."""
+DENSE = {(name, "refused"): 1 for name in SCENARIOS if name not in LONG}
+SPARSE = {
+    (name, kind): 5 if name in LONG else 3
     for name in SCENARIOS
     for kind in KINDS
-    # A graph that is saved is loaded by another process to be checked.
-    for slow in [name in QUICK or (name == "graph_saved" and kind != "refused")]
-]
-SPARSE = [
-    pytest.param(name, kind, STRIDE, id=f"{name}-{kind}-every {STRIDE}rd")
-    for name, kinds in QUICK.items()
-    for kind in kinds
+    if name not in LONG
+    or kind == "refused"
+    or (kind == "all from here" and not name.startswith(("join", "step_strict")))
+}
+QUICK = SPARSE | DENSE
+# A graph that is saved is loaded by another process to be checked.
+QUICK = {case: n for case, n in QUICK.items() if case[0] != "graph_saved" or case[1] == "refused"}
+"""What fails in the usual run, at every so many calls; slow tests fail the rest, at every call."""
+CASES = [
+    *[pytest.param(*case, n, id=f"{'-'.join(case)}-every {n}") for case, n in QUICK.items()],
+    *[
+        pytest.param(name, kind, 1, marks=pytest.mark.slow, id=f"{name}-{kind}")
+        for name in SCENARIOS
+        for kind in KINDS
+        if QUICK.get((name, kind)) != 1
+    ],
 ]
 
 
-@pytest.mark.parametrize(("name", "kind", "stride"), CASES + SPARSE)
+@pytest.mark.parametrize(("name", "kind", "stride"), CASES)
 def test_a_fault_at_every_call(
     name: str, kind: str, stride: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR, "ostinato")  # what a refused destruction says, thousandfold
     status, times = KINDS[kind]
     clean = _run(name).left
-    for at in itertools.count(1, stride):
+    # Each kind begins at another call, so that together they come to all.
+    for at in itertools.count(1 + [*KINDS].index(kind) % stride, stride):
         outcome = _run(name, at, status, times)
         if not outcome.struck:
             break

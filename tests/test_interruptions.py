@@ -25,7 +25,7 @@ def device(host_device: Device) -> Device:
     return host_device
 
 
-@pytest.fixture(params=[10, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(params=[25, pytest.param(3, marks=pytest.mark.slow)])
 def step_size(request: pytest.FixtureRequest) -> int:
     """Every so many lines are interrupted; with `--all-lines` each is."""
     return 1 if request.config.getoption("--all-lines") else request.param

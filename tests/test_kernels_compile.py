@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -27,58 +29,60 @@ from tests.modules.cubin_loader import needs_nvrtc
 pytestmark = needs_nvrtc()
 
 
-CHECKS = [
-    *library_checks(),
-    KernelCheck("sources.py", sources.SOURCE),
-    KernelCheck("divergences.py", divergences.SOURCE),
-]
+Pair = tuple[KernelCheck, str]
+
+
+@cache
+def every_check() -> list[KernelCheck]:
+    return [
+        *library_checks(),
+        KernelCheck("sources.py", sources.SOURCE),
+        KernelCheck("divergences.py", divergences.SOURCE),
+    ]
 
 
 def of_each_file() -> list[KernelCheck]:
     """One check of each file, and of what its macros leave out."""
     found: dict[object, KernelCheck] = {}
-    for one in CHECKS:
+    for one in every_check():
         defines = dict(one.options.defines)
-        found.setdefault((one.source.name, *map(defines.get, ("PACKED", "PANELS", "RANKS"))), one)
+        ranks = "RANKS" in defines
+        found.setdefault((one.source.name, ranks, *map(defines.get, ("PACKED", "PANELS"))), one)
     return list(found.values())
 
 
-ONCE = of_each_file()
+def small_ones() -> list[KernelCheck]:
+    """One check of each file that is cut by the shared memory of a block."""
+    names = tuple(f"small odd-bf16-{n}-" for n in (1, 2, 5, 9, 10, 11))
+    return [one for one in small_checks() if one.name.startswith(names)]
 
 
-def quick(wanted: KernelCheck, arch: str) -> bool:
-    if arch in SMALL_ARCHITECTURES:
-        return arch == "sm_86" and wanted.name.startswith(SMALL_ONCE)
-    return arch == "sm_90" and wanted in ONCE
-
-
-SMALL_ONCE = tuple(f"small odd-bf16-{n}-" for n in (0, 1, 2, 4, 5, 9, 10, 11))
-"""The first of each file."""
-
-
-@pytest.mark.parametrize(
-    ("wanted", "arch"),
-    [
-        pytest.param(
-            wanted,
-            arch,
-            marks=() if quick(wanted, arch) else pytest.mark.slow,
-            id=f"{wanted.name}-{arch}",
-        )
-        for checks, architectures in (
-            (CHECKS, ARCHITECTURES),
-            (small_checks(), SMALL_ARCHITECTURES),
-        )
+def on_all(checks: Iterable[KernelCheck], architectures: Sequence[str]) -> list[Pair]:
+    return [
+        (wanted, arch)
         for wanted in checks
         for arch in architectures
         if wanted.options.arch is None or wanted.options.arch.rstrip("a") == arch
-        if arch != "sm_80"
-        or not wanted.name.endswith("-panels")  # copied by a device with clusters
-    ],
-)
-def test_kernels_compile_cleanly(wanted: KernelCheck, arch: str) -> None:
-    problems = check(wanted, arch).problems
+        if arch != "sm_80" or not wanted.name.endswith("-panels")  # copied where clusters are
+    ]
+
+
+def require_clean(pairs: Iterable[Pair]) -> None:
+    problems = [f"{one.name}-{arch}: {p}" for one, arch in pairs for p in check(one, arch).problems]
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_each_file_compiles_cleanly(part: int) -> None:
+    pairs = on_all(of_each_file(), ["sm_90"]) + on_all(small_ones(), ["sm_86"])
+    require_clean(pairs[part::8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(64))
+def test_every_way_of_compiling_is_clean(part: int) -> None:
+    pairs = on_all(every_check(), ARCHITECTURES) + on_all(small_checks(), SMALL_ARCHITECTURES)
+    require_clean(pairs[part::64])
 
 
 def oldest_compiler() -> str:
@@ -100,7 +104,7 @@ def test_the_oldest_compiler_takes_them(part: int, monkeypatch: pytest.MonkeyPat
     path = oldest_compiler()
     monkeypatch.setattr(compiler, "toolchain", Toolchain(lambda: path, lambda: None))
     assert compiler.toolchain.library().version < (13, 0)
-    for wanted in CHECKS[part::16]:
+    for wanted in every_check()[part::16]:
         options = replace(wanted.options, arch=wanted.options.arch or "sm_90")
         compiler.compile_plan(compiler.plan_compilation(wanted.source, options, (0, 0)))
 
@@ -108,7 +112,7 @@ def test_the_oldest_compiler_takes_them(part: int, monkeypatch: pytest.MonkeyPat
 def test_every_file_of_the_library_is_checked() -> None:
     files = {path.name for path in Path(ostinato.__file__).parent.rglob("*.cu")}
     inline = {sources.SOURCE.name, crumbs.crumb.name, divergences.SOURCE.name}
-    assert files == {wanted.source.name for wanted in CHECKS} - inline
+    assert files == {wanted.source.name for wanted in every_check()} - inline
 
 
 def test_a_warning_is_a_problem() -> None:

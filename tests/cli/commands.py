@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import subprocess
@@ -11,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import typer
+
 from ostinato.cli.main import run
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-m", "ostinato")
+get_command = functools.cache(typer.main.get_command)
+"""All commands, made once: each time takes longer than most of what is tested with them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ def here(*arguments: str, input: bytes = b"", **environ: str) -> Answer:
     with (
         mock.patch.dict(os.environ, environment(**environ)),
         mock.patch.object(sys, "stdin", stdin),
+        mock.patch.object(typer.main, "get_command", get_command),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -240,7 +240,9 @@ def test_the_reader_may_leave() -> None:
     "environ",
     [
         {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        pytest.param(
+            {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["PYTHONIOENCODING", "LC_ALL"],
 )

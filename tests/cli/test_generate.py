@@ -196,7 +196,7 @@ def test_answers_survive_an_output_of_few_letters(tiny: Path) -> None:
     assert answer.out == plain.out.encode("ascii", "backslashreplace").decode()
 
 
-@pytest.mark.parametrize("more", ["", "--stream-json", "--json"])
+@pytest.mark.parametrize("more", ["", "--json"])
 def test_the_reader_of_an_answer_may_leave(tiny: Path, more: str) -> None:
     script = f"$O generate ab -m {tiny} -n 3000 -t 1 {more} | (exec <&-); echo ${{PIPESTATUS[0]}}"
     answer = shell(script)

@@ -348,7 +348,7 @@ def test_a_node_that_could_not_be_added_shifts_no_index(host_device: Device, bef
     def work() -> None:
         graph.add_kernel(increment, config(1), x, 0)
 
-    for at in every(lines(work), 1 if before == 2 else 20):
+    for at in every(lines(work), 4 if before == 2 else 20):
         graph = ost.Graph.create(device)
         for _ in range(before):
             graph.add_kernel(increment, config(1), x, 1)

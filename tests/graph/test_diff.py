@@ -316,7 +316,7 @@ steps = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples // 2)
 @given(steps, st.data())
 def test_any_graph_is_like_its_clone_and_shows_one_change(
     first: list[Step], data: st.DataObject
@@ -338,7 +338,7 @@ def test_any_graph_is_like_its_clone_and_shows_one_change(
         assert not found.edges
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples // 2)
 @given(steps, steps)
 def test_a_diff_accounts_for_every_node(first: list[Step], second: list[Step]) -> None:
     with ost.open_device("host") as device:

@@ -463,7 +463,7 @@ def test_edges_between_columns_pass_beside_boxes(device: Device) -> None:
     clear(to_svg(chain(device, 80).outline()))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=settings().max_examples // 2)
 @given(st.data())
 def test_any_graph_can_be_shown(data: st.DataObject) -> None:
     with ost.open_device("host") as device:

@@ -259,8 +259,8 @@ def run(lib: Lib, make: Make, seed: int) -> int:
 
 
 def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
-    replays = [run(lib, make, seed) for seed in range(50)]
-    assert sum(number > 0 for number in replays) > 40, "most programs have something to replay"
+    replays = [run(lib, make, seed) for seed in range(20)]
+    assert sum(number > 0 for number in replays) > 15, "most programs have something to replay"
 
 
 @pytest.mark.slow

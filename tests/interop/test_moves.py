@@ -108,7 +108,7 @@ def test_bytes_go_where_they_belong(mover: Any, host_device: Device, seed: int) 
     stream.synchronize()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2 * settings().max_examples, deadline=None)
 @given(
     st.lists(st.integers(0, 4), max_size=4),
     st.randoms(use_true_random=False),

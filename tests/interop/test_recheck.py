@@ -81,7 +81,10 @@ class Shared:
 SCALE: Any = 2.0
 
 
-@pytest.mark.parametrize("seed", range(8))
+SEEDS = [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_arguments(lib: Lib, make: Any, seed: int) -> None:
     rng = random.Random(seed)
 
@@ -141,9 +144,7 @@ def test_arguments(lib: Lib, make: Any, seed: int) -> None:
     assert heated > 5 and taken > 5 and refused > 20
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8)]]
-)
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_a_function_uses(lib: Lib, make: Any, seed: int) -> None:
     rng = random.Random(seed)
     weight, other = lib.array(np.ones(3)), lib.array(np.ones(3))
@@ -399,7 +400,7 @@ def test_dicts_that_change_in_any_way(lib: Lib, seed: int) -> None:
     assert min(agreed) > 200, agreed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_states(lib: Lib, make: Any, seed: int) -> None:
     """Objects all of whose state counts."""
     rng = random.Random(seed)

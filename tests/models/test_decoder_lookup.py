@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -54,6 +54,19 @@ not_emulated = pytest.mark.parametrize(
     "way", ["compiled", "numpy", CUDA], indirect=True, scope="module"
 )
 """For what only the host decides: the emulator takes seconds for it."""
+
+
+def on_each_way(name: str, cases: Iterable[Any], emulated: Iterable[Any]) -> pytest.MarkDecorator:
+    """Cases for all kernels; on the emulator the others than `emulated` are slow."""
+    made = [
+        pytest.param(
+            way, one, marks=[pytest.mark.gpu] if way == "cuda" else [pytest.mark.slow] * slow
+        )
+        for way in MOST
+        for one in cases
+        for slow in [way == "emulated" and one not in emulated]
+    ]
+    return pytest.mark.parametrize(("way", name), made, indirect=["way"], scope="module")
 
 
 @pytest.fixture(scope="module", params=WAYS)
@@ -136,7 +149,7 @@ def cache_of(decoder: Decoder) -> bytes:
 # ------------------------------------------------------------------------------ the same tokens
 
 
-@pytest.mark.parametrize("seed", range(4))
+@on_each_way("seed", range(4), emulated=range(2))
 def test_tokens_are_those_of_single_steps(
     way: tuple[str, ost.Device], decoder: Decoder, seed: int
 ) -> None:
@@ -189,7 +202,7 @@ def test_tokens_are_those_of_single_steps(
 def test_drafts_are_right_and_wrong_here(decoder: Decoder) -> None:
     """Else the other tests show nothing."""
     before = decoder.statistics()
-    for seed in range(6):
+    for seed in range(2):
         decoder.reset()
         decoder.prefill(prompt_of(seed))
         list(decoder.run())
@@ -197,13 +210,13 @@ def test_drafts_are_right_and_wrong_here(decoder: Decoder) -> None:
     assert 1.3 < per_step(decoder, before) < 0.9 * most
 
 
-@pytest.mark.parametrize("lookup", [1, 2, 3, 4])
+@on_each_way("lookup", [1, 2, 3, 4], emulated=[2])
 def test_any_number_of_drafts(way: tuple[str, ost.Device], lookup: int) -> None:
     """On a CPU also the tokens of a decoder without drafts."""
     if lookup > MOST[way[0]]:
         pytest.skip("not with these kernels")
     with opened(way, lookup=lookup) as decoder, opened(way, lookup=0) as without:
-        for seed in range(3):
+        for seed in range(1 if way[0] == "emulated" else 3):
             wanted = one_by_one(decoder, prompt_of(seed))
             if way[0] in ("compiled", "numpy"):
                 assert one_by_one(without, prompt_of(seed)) == wanted
@@ -224,12 +237,12 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@on_each_way("family", FAMILIES, emulated=["all of it"])
 def test_every_family_gives_the_bits_of_single_steps(
     way: tuple[str, ost.Device], family: str
 ) -> None:
     with opened(way, RandomModel(FAMILIES[family])) as decoder:
-        for seed in range(1 if way[0] == "emulated" else 12):
+        for seed in range(1 if way[0] == "emulated" else 4):
             wanted = one_by_one(decoder, prompt_of(seed))
             cache = cache_of(decoder)
             decoder.reset()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
+from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint, recipe_type
 from ostinato.bench.shapes import SHAPES
 from ostinato.device import Device, open_device
 from ostinato.errors import InputError, NotAvailableError
@@ -37,6 +37,7 @@ WHOLE = llama(
     4, 1, 64, layers=8, inner=512, vocabulary=301, context_length=512, tied_embeddings=True
 )
 RAGGED = llama(3, 1, 96, layers=2, inner=160, vocabulary=257, context_length=512)
+MIXED = replace(RAGGED, inner=256, qk_norm=True)
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
@@ -65,12 +66,12 @@ def logits_of(config: LlamaConfig, recipe: str, tokens: list[int]) -> Any:
     ("config", "recipe"),
     [
         pytest.param(replace(WHOLE, layers=4), "Q4_K_M", marks=pytest.mark.slow),
-        (replace(WHOLE, layers=2, qk_norm=True), "Q4_0"),
+        pytest.param(replace(WHOLE, layers=2, qk_norm=True), "Q4_0", marks=pytest.mark.slow),
         pytest.param(replace(RAGGED, qkv_bias=True), "Q8_0", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q4_1", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q8_0", marks=pytest.mark.slow),
         pytest.param(RAGGED, "Q5_1", marks=pytest.mark.slow),
-        (replace(RAGGED, inner=256), "Q4_K_M"),  # way down Q4_K and Q6_K, the rest Q5_0 and Q8_0
+        (MIXED, "Q4_K_M"),  # way down Q4_K and Q6_K, the rest Q5_0 and Q8_0
     ],
 )
 def test_tokens_of_every_kind_of_step_agree_with_numpy(
@@ -133,19 +134,17 @@ def test_a_file_whose_heads_are_interleaved(
 def test_every_way_of_running_gives_the_same_bits(
     host_device: Device, library: NumpyProducts
 ) -> None:
-    config = replace(WHOLE, layers=2)
-
     def run(decoder: Decoder) -> list[tuple[int, bytes]]:
-        found = answer(decoder, prompt(5, config), 5)
+        found = answer(decoder, prompt(5, MIXED), 5)
         if decoder.statistics().graphs_captured:
             decoder.reset()
-            first = decoder.prefill(prompt(5, config))
+            first = decoder.prefill(prompt(5, MIXED))
             looped = [first, *decoder.run(count=4, tokens_per_launch=2)]
             assert looped == [token for token, _ in found]
             assert decoder.logits().tobytes() == found[-1][1]
         return found
 
-    check_ways(partial(opened, host_device, config, "Q4_K_M"), run, {}, {"build": "record"})
+    check_ways(partial(opened, host_device, MIXED, "Q4_K_M"), run, {}, {"build": "record"})
 
 
 def test_what_is_packed_is_said(host_device: Device, library: NumpyProducts) -> None:
@@ -191,7 +190,7 @@ def test_large_models_are_packed_by_themselves() -> None:
 def test_packed_products_use_clusters_where_the_device_has_them(clusters: bool) -> None:
     """The model's other products share no inputs among blocks."""
     config = SHAPES["8B"]
-    formats = formats_of(config, lambda name: PackedCheckpoint(config, "Q4_K_M", "").raw(name).type)
+    formats = formats_of(config, partial(recipe_type, "Q4_K_M", config))
     tuning = default_tuning(config, rows=64, context=512, clusters=clusters)
     assert isinstance(tuning.output, MatrixShape) and tuning.output.cluster == 1
     steps = kc.lower(

@@ -123,7 +123,6 @@ def cases_of(*rows: int) -> list[tuple[str, int]]:
 
 QUICK = {
     *(
-        ("Q8_0, ragged", 1),
         ("Q5_1, ragged", 9),
         ("as narrow Q4_K_M", 1),
         ("IQ4_NL", 9),

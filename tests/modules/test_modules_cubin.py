@@ -76,7 +76,7 @@ def mutated(data: bytes, what: str, at: int, value: int) -> bytes:
     return bytes(changed)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=4 * settings().max_examples)
 @given(st.lists(MUTATION, min_size=1, max_size=4))
 def test_mutations_are_read_or_refused(mutations) -> None:
     data = real()
@@ -85,7 +85,7 @@ def test_mutations_are_read_or_refused(mutations) -> None:
     read(data)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=2 * settings().max_examples)
 @given(st.integers(0, 63) | st.just(None), st.integers(0, (1 << 64) - 1), st.integers(0, 400))
 def test_headers_full_of_numbers_are_read_or_refused(
     at: int | None, value: int, section: int
@@ -98,7 +98,7 @@ def test_headers_full_of_numbers_are_read_or_refused(
     read(bytes(data))
 
 
-@settings(max_examples=300)
+@settings(max_examples=2 * settings().max_examples)
 @given(st.binary(max_size=400))
 def test_noise_is_refused(noise: bytes) -> None:
     assert not read(noise) and not read(b"\x7fELF\x02" + noise)

@@ -145,7 +145,7 @@ def compiled_anew(source: Source, options: CompileOptions) -> bytes:
 
 @settings(
     deadline=None,
-    max_examples=settings().max_examples // 6,
+    max_examples=settings().max_examples // 12,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(

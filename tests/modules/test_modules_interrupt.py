@@ -122,7 +122,8 @@ def asked(cache: ModuleCache, source: Source, options: CompileOptions) -> int | 
 
 
 @pytest.mark.parametrize(
-    "stride", [pytest.param(1, marks=pytest.mark.slow, id="each"), pytest.param(5, id="every 5th")]
+    "stride",
+    [pytest.param(1, marks=pytest.mark.slow, id="each"), pytest.param(11, id="every 11th")],
 )
 @pytest.mark.parametrize("what", ["compiled", "from disk", "header changed", "fails"])
 def test_at_every_line(tmp_path: Path, quick, monkeypatch, what: str, stride: int) -> None:

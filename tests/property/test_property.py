@@ -53,6 +53,7 @@ def test_ten_thousand_steps_agree_with_the_oracle(kind: type[ThreadRules]) -> No
     live(kind, 10_000, 10_000)
 
 
+@pytest.mark.slow
 def test_a_failure_is_printed_as_the_few_steps_that_make_it() -> None:
     with MUTATIONS["half_a_capture_stays_in_the_graph"]():
         with pytest.raises(AssertionError) as caught:

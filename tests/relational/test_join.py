@@ -64,7 +64,7 @@ def test_a_small_join(joiner: Joiner) -> None:
     assert result.left_rows.dtype == result.right_rows.dtype == np.uint32
 
 
-@settings(max_examples=60, suppress_health_check=ONE_JOINER)
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=ONE_JOINER)
 @given(shape=shapes())
 @example(shape=Shape(257, 256, (np.int64, np.int32), 2, 6.0, 3, True))
 def test_random_joins(joiner: Joiner, shape: Shape) -> None:
@@ -185,6 +185,15 @@ def test_a_key_is_captured_once_and_replayed_with_other_tables(joiner: Joiner) -
     assert after.retries == 0
 
 
+@pytest.mark.parametrize(
+    "joiner",
+    [
+        "host",
+        pytest.param("emulated", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
 def test_right_sides_have_three_classes(joiner: Joiner) -> None:
     def keys(*rows: int) -> set[JoinKey]:
         tables = [column(np.arange(n)) for n in rows]
@@ -580,7 +589,9 @@ def test_an_interruption_after_the_launch_is_recovered_from(
     assert joiner.statistics().recoveries == 1
 
 
-def test_an_interruption_at_any_line_spoils_no_later_join(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_at_any_line_spoils_no_later_join(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Memory that was being replaced is not used, and a later join does not get the result of the
     one that was cut."""
     folder = interrupted.PACKAGE + "relational/"
@@ -589,7 +600,7 @@ def test_an_interruption_at_any_line_spoils_no_later_join(monkeypatch: pytest.Mo
     monkeypatch.setattr("ostinato.relational.ring._SPINS", 1)  # few rounds of the same lines
     many, few = column(np.arange(40) % 7), column([5, 6, 5])
     with open_device("host") as device:
-        for at in itertools.count(1):
+        for at in itertools.count(1, 1 if request.config.getoption("--all-lines") else 3):
             with Joiner(device, graphs=False) as joiner:
                 sides = [joiner.columns(table, "k") for table in (column([2, 3, 2]), few)]
                 assert len(joiner.join(*sides)) == 0

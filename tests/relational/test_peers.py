@@ -62,7 +62,7 @@ def agree(joiner: Joiner, shape: Shape, peer: str) -> None:
 
 
 @pytest.mark.parametrize("peer", PEERS)
-@settings(max_examples=25, suppress_health_check=ONE_JOINER)
+@settings(max_examples=settings().max_examples // 4, suppress_health_check=ONE_JOINER)
 @given(shape=shapes())
 def test_random_tables(joiner: Joiner, peer: str, shape: Shape) -> None:
     agree(joiner, shape, peer)
@@ -90,7 +90,7 @@ def test_class_borders(joiner: Joiner, peer: str, left: int, right: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=ONE_JOINER)
+@settings(max_examples=settings().max_examples // 2, suppress_health_check=ONE_JOINER)
 @given(shape=shapes(largest=20_000, most_columns=5))
 def test_the_device_agrees_with_the_host(
     cuda_joiner: Joiner, host_joiner: Joiner, shape: Shape

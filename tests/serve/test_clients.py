@@ -133,7 +133,7 @@ def llm(start: Start, tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize("more", [(), ("--no-stream",), ("-s", "Be brief.", "-o", "seed", "5")])
+@pytest.mark.parametrize("more", [(), ("--no-stream", "-s", "Be brief.", "-o", "seed", "5")])
 def test_llm_chats(
     start: Start, llm: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +141,7 @@ def test_llm_chats(
     assert llm("How warm is it?", *more) == "It is 21 °C.\n"
 
 
-@pytest.mark.parametrize("more", [(), ("--no-stream",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--no-stream",), marks=pytest.mark.slow)])
 def test_llm_calls_tools(
     start: Start, llm: Any, more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

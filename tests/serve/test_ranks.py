@@ -127,7 +127,9 @@ def test_several_clients_at_once_get_the_answers_of_one_rank(tiny_model: Path, r
     assert status == 0 and "0 refused" in err, err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_loses_no_answer(endless: Path, number: signal.Signals) -> None:
     """Ctrl-C, and what a supervisor of services sends to all processes of one."""
     with serving(endless, "--max-context", "2048") as (process, url, others):

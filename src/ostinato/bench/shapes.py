@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ostinato.errors import InputError
 from ostinato.models import LlamaConfig
 
+
+def _shape(
+    layers: int,
+    heads: tuple[int, int, int],
+    inner: int,
+    vocabulary: int,
+    context: int,
+    theta: float,
+) -> LlamaConfig:
+    """`heads`: of queries, of keys, and the size of one; together the queries' are as wide as the
+    residual."""
+    queries, keys, size = heads
+    return LlamaConfig(
+        hidden=queries * size,
+        layers=layers,
+        heads=queries,
+        kv_heads=keys,
+        head_size=size,
+        inner=inner,
+        vocabulary=vocabulary,
+        context_length=context,
+        rope_theta=theta,
+        tied_embeddings=True,
+    )
+
+
 SHAPES: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(
-        hidden=64,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_size=16,
-        inner=96,
-        vocabulary=320,
-        context_length=256,
-        tied_embeddings=True,
-    ),
-    "135M": LlamaConfig(
-        hidden=576,
-        layers=30,
-        heads=9,
-        kv_heads=3,
-        head_size=64,
-        inner=1536,
-        vocabulary=49152,
-        context_length=8192,
-        rope_theta=100000.0,
-        tied_embeddings=True,
-    ),
-    "360M": LlamaConfig(
-        hidden=960,
-        layers=32,
-        heads=15,
-        kv_heads=5,
-        head_size=64,
-        inner=2560,
-        vocabulary=49152,
-        context_length=8192,
-        rope_theta=100000.0,
-        tied_embeddings=True,
-    ),
-    "1B": LlamaConfig(
-        hidden=2048,
-        layers=16,
-        heads=32,
-        kv_heads=8,
-        head_size=64,
-        inner=8192,
-        vocabulary=128256,
-        context_length=131072,
-        rope_theta=500000.0,
-        tied_embeddings=True,
-    ),
-    "8B": LlamaConfig(
-        hidden=4096,
-        layers=32,
-        heads=32,
-        kv_heads=8,
-        head_size=128,
-        inner=14336,
-        vocabulary=128256,
-        context_length=131072,
-        rope_theta=500000.0,
-        tied_embeddings=False,
-    ),
+    "tiny": _shape(2, (4, 2, 16), 96, 320, 256, 1e4),
+    "135M": _shape(30, (9, 3, 64), 1536, 49152, 8192, 1e5),
+    "360M": _shape(32, (15, 5, 64), 2560, 49152, 8192, 1e5),
+    "1B": _shape(16, (32, 8, 64), 8192, 128256, 131072, 5e5),
+    "8B": replace(_shape(32, (32, 8, 128), 14336, 128256, 131072, 5e5), tied_embeddings=False),
 }
 """Shapes of SmolLM2-135M, SmolLM2-360M, Llama-3.2-1B and Llama-3.1-8B; "tiny" is for trials."""
 

@@ -664,7 +664,8 @@ class GraphCache(Closeable):
         return len(idle)
 
     def touching(self, target: Target) -> list[Hashable]:
-        """Returns the keys of the graphs whose next launches will point into a buffer.
+        """Returns the keys of the graphs whose next launches will point into a buffer, from the
+        least to the most recently used.
 
         `target` is a Buffer (also a view, or a closed one), a device array, or a MemoryRange.
         `graph.words` defines what counts as pointing.  A graph whose definition was closed
@@ -697,7 +698,7 @@ class GraphCache(Closeable):
     def _touching(self, target: Target) -> list[tuple[Entry, CachedGraph]]:
         wanted = range_of(target)
         with self.lock:
-            entries = [(e, e.graph) for e in self.table.entries.values()]
+            entries = [(e, e.graph) for e in self.table.by_use()]
         return [(e, kept) for e, kept in entries if kept and kept.executable.touches(wanted)]
 
     @staticmethod

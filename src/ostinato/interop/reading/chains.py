@@ -117,16 +117,19 @@ class ChainLink:
     wait: Wait
 
 
-class Keeping(Protocol):
-    """A library that copies arrays, and puts generators back."""
+class KeepingLibrary(Protocol):
+    """A library that copies arrays, and puts generators back, if it has any."""
 
     def clone(self, array: Any, /) -> Any: ...
 
-    def copy(self, into: Any, array: Any, /) -> None: ...
+    def copy(self, into: Any, array: Any) -> None: ...
 
-    def save_random(self) -> Any: ...
+    def save_random(self) -> Any:
+        """Returns the states of the generators."""
+        return None
 
-    def restore_random(self, state: Any, /) -> None: ...
+    def restore_random(self, state: Any) -> None:
+        return
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +182,7 @@ class Chain:
         return fresh
 
     def start(
-        self, library: Keeping, state: Sequence[Any], stream: Stream
+        self, library: KeepingLibrary, state: Sequence[Any], stream: Stream
     ) -> tuple[list[Any], Callable[[], None]]:
         """Does as `run`; returns its values, and a function that puts back what a replay writes
         before its last compared wait, with the generators.  `state`: as `ReadCall.state`.

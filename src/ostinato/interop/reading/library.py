@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from ostinato import Device, Graph, GraphCache, MemoryRange, PowersOfTwo, Stream, open_device
 from ostinato.errors import InputError
-from ostinato.interop.reading.chains import ChainBuilder
+from ostinato.interop.reading.chains import ChainBuilder, KeepingLibrary
 from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
 from ostinato.lowlevel import new_lock
@@ -63,7 +63,7 @@ class Differentiable(Protocol):
         ...
 
 
-class Library(WatchingLibrary, Protocol):
+class Library(WatchingLibrary, KeepingLibrary, Protocol):
     """The operations of a library (torch, CuPy) that `Graphed` needs.
 
     Those with a body are for libraries without gradients, generators, chains and modes of many
@@ -245,10 +245,6 @@ class Library(WatchingLibrary, Protocol):
         """Returns a function that copies arrays of the buffers' shapes into them all at once."""
         ...
 
-    def copy(self, into: Any, array: Any) -> None: ...
-
-    def clone(self, array: Any, /) -> Any: ...
-
     def alias(self, array: Any, /) -> Any:
         """Returns another array object over the same memory, with the same layout."""
         ...
@@ -288,13 +284,6 @@ class Library(WatchingLibrary, Protocol):
         """Describes how two arrays differ; empty if they do not.  `tolerance`: relative,
         absolute."""
         ...
-
-    def save_random(self) -> Any:
-        """Returns the states of the generators."""
-        return None
-
-    def restore_random(self, state: Any) -> None:
-        return
 
     seeds: tuple[str, ...] = ()
     """Names of the functions that give a generator a seed or a state."""

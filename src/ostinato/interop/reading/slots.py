@@ -39,7 +39,16 @@ class _Prepared:
     bound: Bound
     around: list[tuple[MemoryRange, object]]
     drawn: Callable[[bool], str]
+    mover: Mover | None
+    """The kernels that copy inputs and outputs; None if the library copies them."""
+    sources: list[tuple[int, int]]
+    """Addresses and bytes of the inputs that it copies."""
     attached: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def copy_in(self, stream: Stream) -> None:
+        """Captures the copies of the inputs, if the mover makes them."""
+        if self.mover is not None:
+            self.mover.begin(stream, self.sources)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,8 +57,6 @@ class ChainRun:
 
     prepared: _Prepared
     links: ChainBuilder
-    mover: Mover | None
-    """The kernels that copy its inputs and outputs; None if the library copies them."""
     random: Any
     """The states of the generators before it."""
     versions: list[int | None]
@@ -128,9 +135,11 @@ class Maker:
         }
 
     # --- captures
-    def _prepare(self, call: ReadCall) -> _Prepared:
+    def _prepare(self, call: ReadCall, *, moves: bool) -> _Prepared:
         """Makes the inputs of a graph, and notes the state before a run on them.  Raises
-        NotGraphable."""
+        NotGraphable.
+
+        `moves`: the graph may copy inputs and outputs itself, if it can."""
         subject = self._subject
         library, arguments = subject.library, subject.arguments
         inputs = self.inputs(call)
@@ -142,7 +151,11 @@ class Maker:
         versions = [*map(library.version, inputs)]
         subject.turns.take()
         around, drawn = self._memory_around(), subject.drawing()
-        return _Prepared(inputs, args, kwargs, stage, versions, self.bound(call), around, drawn)
+        sources = self._extents(inputs, call.leaves) if moves and not call.sizes else None
+        mover, bound = None if sources is None else self.mover, self.bound(call)
+        return _Prepared(
+            inputs, args, kwargs, stage, versions, bound, around, drawn, mover, sources or []
+        )
 
     def make(self, line: Line, call: ReadCall, kept: HostSnapshot) -> tuple[Graph, Captured]:
         """Captures a call, and notes in its line which arrays it writes.  Raises NotGraphable.
@@ -150,20 +163,16 @@ class Maker:
         `kept`: notes what running the function changes on the host."""
         subject = self._subject
         library = subject.library
-        prepared = self._prepare(call)
-        inputs, function = prepared.inputs, subject.function
+        prepared = self._prepare(call, moves=not line.differentiated)
+        inputs, function, mover = prepared.inputs, subject.function, prepared.mover
         pair = library.differentiable(function, call.state) if line.differentiated else None
         if pair is not None:
             function = pair.run
-        sources = None if call.sizes or pair else self._extents(inputs, call.leaves)
-        compiled = self.mover
-        mover = None if sources is None else compiled
         moved: tuple[int, ...] = ()
 
         def run(stream: Stream) -> Any:
             nonlocal moved
-            if mover is not None:
-                mover.begin(stream, sources or [])
+            prepared.copy_in(stream)
             result = self._run(prepared, call, kept, function)
             if mover is not None:
                 moved, places = self._moved(result, call, prepared.bound)
@@ -172,8 +181,8 @@ class Maker:
             return result
 
         graph, result = (library if pair is None else pair).capture(run)
-        if compiled is not None:
-            replace_small_fills(compiled.device, graph)
+        if self.mover is not None:
+            replace_small_fills(self.mover.device, graph)
         nodes = graph.nodes()
         moves = None if mover is None else mover.find(nodes, len(inputs), moved)
         if mover is not None and moves is None:
@@ -220,15 +229,10 @@ class Maker:
         Raises what the function raises, as `Raised`; NotGraphable in the middle of a run, with the
         memory of the device as before."""
         subject, library = self._subject, self._subject.library
-        prepared = self._prepare(call)
+        prepared = self._prepare(call, moves=True)
+        mover = prepared.mover
         versions = [*map(library.version, call.state)]
         attached = partial(library.attached, call.state)
-        sources = None if call.sizes else self._extents(prepared.inputs, call.leaves)
-        mover = None if sources is None else self.mover
-
-        def copy_in(stream: Stream) -> None:
-            if mover is not None:
-                mover.begin(stream, sources or [])
 
         def run(stream: Stream) -> Any:
             result = self._run(prepared, call, kept, subject.function, builder.around)
@@ -242,8 +246,8 @@ class Maker:
                     made.moved = moved
             return result
 
-        builder = ChainBuilder(subject.function, Maker._run.__code__, attached, copy_in)
-        made = ChainRun(prepared, builder, mover, random, versions)
+        builder = ChainBuilder(subject.function, Maker._run.__code__, attached, prepared.copy_in)
+        made = ChainRun(prepared, builder, random, versions)
         prepared.stage(call.leaves)
         prepared.versions = [*map(library.version, prepared.inputs)]
         try:
@@ -277,7 +281,7 @@ class Maker:
     def chained(self, line: Line, call: ReadCall, made: ChainRun) -> tuple[GraphExec, Captured]:
         """Makes the chain of a run; returns the executable of its last graph.  Raises
         NotGraphable."""
-        subject, links = self._subject, made.links
+        subject, links, mover = self._subject, made.links, made.prepared.mover
         library = subject.library
         if made.told:
             raise subject.not_graphable(
@@ -302,8 +306,8 @@ class Maker:
         line.state |= self.changed(call.state, made.versions)
         self._note_saved(call, made, chain)
         captured.chain, captured.marks = chain, marks
-        captured.owner = [graph.owner for graph in links.graphs], made.mover
-        if made.mover is not None:
+        captured.owner = [graph.owner for graph in links.graphs], mover
+        if mover is not None:
             first, count = links.graphs[0].nodes(), len(made.prepared.inputs)
             if not chain.links:
                 captured.moves = Moves(first, count, made.moved)
