@@ -57,13 +57,20 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_host_kernels", made)
 
 
-def on_ranks(size: int, work: Callable[[Group, ost.Device, Any], Any], **options: Any) -> Any:
+def on_ranks(
+    size: int,
+    work: Callable[[Group, ost.Device, Any], Any],
+    *,
+    hop_bytes: int = exchange.HOP_BYTES,
+    **options: Any,
+) -> Any:
     """What each rank gives."""
 
     def call(group: Group) -> Any:
         with ost.open_device("host") as device:
-            made = open_collectives(group, device, "exchange")
-            assert isinstance(made, ExchangeCollectives)
+            beyond = open_collectives(group, device, "library")
+            made = ExchangeCollectives(group, device, beyond, hop_bytes=hop_bytes)
+            group.attach(made)
             try:
                 with group.watching("the test"):
                     return work(group, device, made)
@@ -86,14 +93,18 @@ def drawn(rank: int, turn: int, count: int) -> np.ndarray:
 
 
 COUNTS = [1, 2, 7, 255, 256, 257, 700, 1, 3000, 64]
+WHOLE, IN_PARTS = 1 << 40, -1
+"""`hop_bytes` with which sums go to every rank whole, or are computed in parts."""
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
 )
-def test_sums_and_gathers_of_every_length(size: int) -> None:
-    """One behind the other, so that later ones meet the words of earlier ones."""
+def test_sums_and_gathers_of_every_length(size: int, mixed: bool) -> None:
+    """One behind the other, so that later ones meet the words of earlier ones.  `mixed`: most sums
+    are computed in parts."""
 
     def work(group: Group, device: ost.Device, made: ExchangeCollectives) -> list[bytes]:
         found = []
@@ -103,6 +114,7 @@ def test_sums_and_gathers_of_every_length(size: int) -> None:
                 start = drawn(99, turn, count)
                 target, partial = device.array(start), device.array(parts[group.rank])
                 out, lines = device.empty(count, np.float32), device.empty(count * size, np.float32)
+                made._hop_bytes = IN_PARTS if mixed and turn % 4 else WHOLE
                 for operation in (
                     *made.all_reduce(partial, out),
                     *made.all_gather(partial, lines),
