@@ -181,7 +181,7 @@ class ExchangeCollectives(Collectives):
         told = group.exchange("windows: limit", f"{limit} {most} {hop_bytes}".encode())
         numbers = [[int(number) for number in one.split()] for one in told]
         limit, most, self._hop_bytes = (min(column) for column in zip(*numbers, strict=True))
-        self._whole = min(limit, most, limit_for(size))
+        self._whole: int = min(limit, most, limit_for(size))
         """Bytes of the largest message that goes to every other rank whole."""
         self.limit = min(limit, most * size)
         blocks = -(-max(self._whole, 4) // (4 * _BLOCK))
@@ -295,7 +295,7 @@ class ExchangeCollectives(Collectives):
 
     def programmatic(self, nbytes: int, *, gathers: bool = False) -> bool:
         fits = self._fits(nbytes) if gathers else self._sums_fit(nbytes)
-        return bool(fits and self.device.capabilities.programmatic_launch)
+        return fits and self.device.capabilities.programmatic_launch
 
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
         count = self._same("all_reduce", source, out)
