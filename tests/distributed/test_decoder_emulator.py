@@ -303,7 +303,6 @@ def test_a_sum_over_ranks_writes_the_inputs_of_the_next_product(
         assert "PANELS" not in dict(first.options.defines)
         x, next_in = device.array(drawn(9)), device.zeros((rows, hidden), np.uint16)
         buffers: dict[str, Any] = {
-            "later": device.zeros(4096, "bytes"),
             "row_count": rows,
             "live": device.array(live), "x": x, "partial": device.zeros((rows, hidden), np.float32),
             "norm": device.array(norm), "next": next_in,

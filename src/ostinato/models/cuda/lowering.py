@@ -113,9 +113,6 @@ _ROW_THREADS = {
 """Threads of the kernels that have a block for each row."""
 _LOOKUP_THREADS = 1024
 _PREFETCH_PIECE = 2048
-_AHEAD = ("down", 8 << 20), ("gate_up", 8 << 20)
-"""Products whose weights are prefetched during a sum over ranks, and bytes: behind the attention,
-and behind the MLP."""
 _WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
 _ROPE_THREADS = 128
 
@@ -143,9 +140,8 @@ SIGNATURES: dict[str, str] = {
     "scale: f32",
     "output_of_ranks": f"{_LIVE}attended: *const f32, {_OF_RANKS}",
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
-    CARRYING_SUM: f"{_LIVE}later: *const bytes, x: *f32, partial: *f32, norm: *const f32, "
-    "next: *out bf16, squares: *u64, windows: *u64, half: u32, row_count: u32, hidden: u32, "
-    "rank: u32, ahead: u32",
+    CARRYING_SUM: f"{_LIVE}x: *f32, partial: *f32, norm: *const f32, next: *out bf16, "
+    "squares: *u64, windows: *u64, half: u32, row_count: u32, hidden: u32, rank: u32",
 }
 """Parameters of the CUDA kernels: those of the host's kernels, with matrices and cache in bfloat16.
 Products of layers also have `later`, the weights that they prefetch; `sample` and `accept` also
@@ -562,9 +558,7 @@ class Lowering:
         tuning's, or the smallest layer's matrix, in whole pieces (`Later` in common.cuh)."""
         if name not in self.tuning.prefetch:
             return 0
-        return self._whole_pieces(*self.tuning.prefetch[name])
-
-    def _whole_pieces(self, target: str, wanted: int) -> int:
+        target, wanted = self.tuning.prefetch[name]
         least = min(self._matrix_bytes(packing, target) for packing in self._packings[target])
         return min(wanted, least) // _PREFETCH_PIECE * _PREFETCH_PIECE
 
@@ -587,13 +581,7 @@ class Lowering:
         made: list[CudaLaunch | Kept] = []
         later: dict[str, CallArgument] = {}  # the weights of the next product of each name
         for one in reversed(launches):
-            if isinstance(one, CudaLaunch) and one.kernel == CARRYING_SUM:
-                given = dict(one.arguments)
-                target, _ = _AHEAD[int(given["half"] != 0)]
-                given["later"] = later.get(target, ABSENT)
-                given["ahead"] = given["ahead"] if target in later else 0
-                made.append(replace(one, arguments=tuple(given.items())))
-            elif isinstance(one, CudaLaunch) and (name := _product_of(one.kernel)) is not None:
+            if isinstance(one, CudaLaunch) and (name := _product_of(one.kernel)) is not None:
                 given = dict(one.arguments)
                 target, _ = self.tuning.prefetch.get(name, ("", 0))
                 if target in later:
@@ -631,8 +619,7 @@ class Lowering:
             norm = dict(before.arguments)["norm"]
             carried = {"norm": norm, "next": CARRIED, "squares": SQUARES}
         if call.kernel == CARRYING_SUM:
-            ahead = self._whole_pieces(*_AHEAD[int(given["half"] != 0)])
-            arguments = tuple((given | carried | {"ahead": ahead}).items())
+            arguments = tuple((given | carried).items())
             return [self.launch([replace(call, arguments=arguments)], after=after)]
         kernel = ROUNDED_CALLS.get(call.kernel)
         if kernel is None or not self.tuning.tiles:

@@ -2,21 +2,19 @@
 // device: the residual, the inputs of the next product, and their sums of squares (matmul.cuh).
 //
 // Physics.  The exchange takes some microseconds (exchange.cu), in which nothing else runs.  A kernel behind it
-// that norms the residual would take another two, and read what is in registers here.  Meanwhile the first `ahead`
-// bytes of a later product's weights, `later`, are prefetched into L2.
+// that norms the residual would take another two, and read what is in registers here.
 // clang-format off: exchange.cuh needs `load_fresh`
 #include "linear.cuh"
 #include "exchange.cuh"
 // clang-format on
 
-constexpr u32 PIECE = 2048;  // bytes of a prefetch
 static_assert(HIDDEN % 8 == 0, "a pair is in one row");
 
 // x += the sum of every rank's `partial`; partial = 0.  Unless `next` is null, next = x * norm, rounded, and zero in
 // padding rows; `squares` gets the rows' sums of squares, in half `half`, which an earlier product has cleared.
 KERNEL __launch_bounds__(EXCHANGE_THREADS)
-    residual_of_ranks(const int* live, const u8* later, float* x, float* partial, const float* norm, bf16* next,
-                      u64* squares, u64* windows, u32 half, u32 row_count, u32 hidden, u32 rank, u32 ahead) {
+    residual_of_ranks(const int* live, float* x, float* partial, const float* norm, bf16* next, u64* squares,
+                      u64* windows, u32 half, u32 row_count, u32 hidden, u32 rank) {
     Exchange exchange(windows, rank);
     const ExchangedPairs<EXCHANGE_SCATTERED> pairs{row_count * HIDDEN};
     constexpr u32 COUNT = pairs.COUNT;
@@ -38,9 +36,6 @@ KERNEL __launch_bounds__(EXCHANGE_THREADS)
         sums[p][0] = own.x;
         sums[p][1] = own.y;
     }
-    const u32 thread = threadIdx.x * gridDim.x + blockIdx.x;  // pieces are spread over blocks first
-    for (u32 i = thread; i < ahead / PIECE; i += gridDim.x * EXCHANGE_THREADS)
-        prefetch_weights(later + i * PIECE, PIECE);
     exchange.begin();
     pairs.sum(exchange, sums);
 #pragma unroll
