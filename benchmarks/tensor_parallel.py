@@ -80,8 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200, help="timed, after a warm-up of 32")
     parser.add_argument("--seconds", type=float, default=225.0, help="for all stages together")
     parser.add_argument("--soak", type=int, default=0, help="so many tokens over and over")
-    parser.add_argument("--no-prompts", action="store_true", help="decode only")
-    parser.add_argument("--no-peer", action="store_true", help="not beside transformers")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=("collectives", "decode", "prompts", "torch"),
+        help="all if none is given",
+    )
     parser.add_argument("--stage", help="for the processes that this program starts")
     chosen = parser.parse_args(arguments)
     if chosen.stage:
@@ -98,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = chosen.weights or ["bf16"]
     most = max(ranks)
     plan: list[dict[str, Any]] = []
+    wanted = chosen.kind or ["collectives", "decode", "prompts", "torch"]
     if most > 1:
         plan.append({"kind": "collectives", "ranks": most, "ways": ways})
     decoding = [
@@ -109,17 +114,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for way in (["one"] if count == 1 else ways if weights == kinds[0] else ways[:1])
     ]
     plan += [one for one in decoding if one["weights"] == kinds[0]]
-    if not chosen.no_prompts:
-        plan += [{**one, "kind": "prompts"} for one in decoding if one["weights"] == kinds[0]]
+    plan += [{**one, "kind": "prompts"} for one in decoding if one["weights"] == kinds[0]]
     if chosen.soak and most > 1:
         settings = {"shape": shapes[0], "weights": kinds[0], "way": ways[0]}
         plan.append({"kind": "soak", **settings, "ranks": most})
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         print(f"# not beside transformers: {' and '.join(missing)} not installed", flush=True)
-    elif most > 1 and not chosen.no_peer:
+    elif most > 1:
         plan += [{"kind": "torch", "shape": shape, "ranks": most} for shape in shapes]
     plan += [one for one in decoding if one["weights"] != kinds[0]]
+    plan = [one for one in plan if one["kind"] in (*wanted, "soak")]
     for one in plan:
         words = [one["kind"], one.get("shape", ""), one.get("weights", "")]
         words += ["on", str(one["ranks"]), one.get("way", "")]

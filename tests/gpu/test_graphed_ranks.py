@@ -49,5 +49,9 @@ def test_a_rank_that_runs_eagerly_alone_is_an_error() -> None:
     assert "rank 0 did not come" in error and "while this rank runs it eagerly" in error
 
 
+def test_a_training_step_of_distributed_data_parallel() -> None:
+    require_together(started("parallel"), captures=1, replays=8)
+
+
 def test_the_end_of_a_group_drops_its_graphs_alone() -> None:
     require_dropped(started("destroyed"))

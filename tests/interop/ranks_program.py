@@ -7,6 +7,7 @@ With two GPUs by NCCL, else by gloo and on tapes.  Every rank prints a line of J
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -213,6 +214,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def main(scenario: str) -> int:
+    faulthandler.dump_traceback_later(100, exit=True)
     if ON_GPU:
         torch.cuda.set_device(RANK)
     dist.init_process_group("nccl" if ON_GPU else "gloo")

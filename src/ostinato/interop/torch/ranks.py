@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
 from collections import defaultdict
@@ -106,8 +107,12 @@ def _watch_ends() -> None:
 def _dropping(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def dropping(group: Any, *args: Any, **kwargs: Any) -> Any:
-        for function in [*_users.pop(group.group_name, ())]:
+        functions = [*_users.pop(group.group_name, ())]
+        for function in functions:
             function.forget()
+        if functions:
+            del functions
+            gc.collect()  # torch's graphs
         return method(group, *args, **kwargs)
 
     return dropping
