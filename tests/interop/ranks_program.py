@@ -7,6 +7,7 @@ With two GPUs by NCCL, else by gloo and on tapes.  Every rank prints a line of J
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -160,8 +161,9 @@ def closed() -> dict[str, Any]:
     return {"right": right, **numbers}
 
 
-def trained(model: torch.nn.Module, prepare: Callable[[Any], Any], warm: int) -> list[bytes]:
-    """Parameters after training steps on this rank's own data."""
+def trained(model: Any, prepare: Callable[[Any], Any], warm: int, unsynced: int) -> list[bytes]:
+    """Losses and parameters of training steps on this rank's own data.  `unsynced`: the number of
+    steps after which in one each rank uses its own gradients; 0 for never."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
     loss_of = torch.nn.MSELoss()
 
@@ -179,12 +181,16 @@ def trained(model: torch.nn.Module, prepare: Callable[[Any], Any], warm: int) ->
     for x, y in data[:warm]:
         step(x, y)
     made = prepare(step)
-    losses = [made(x, y).clone() for x, y in data[warm:]]
-    found = [*losses, *model.parameters()]
+    losses = []
+    for number, (x, y) in enumerate(data[warm:]):
+        alone = unsynced and number % unsynced == unsynced - 1
+        with model.no_sync() if alone else contextlib.nullcontext():
+            losses.append(made(x, y).clone())
+    found = [*losses, *model.parameters(), *model.buffers()]
     return [one.detach().cpu().numpy().tobytes() for one in found]
 
 
-def parallel() -> dict[str, Any]:
+def parallel(warm: int = 11, unsynced: int = 0) -> dict[str, Any]:
     """DistributedDataParallel, after eleven eager steps: losses and parameters are those of
     eager."""
     runs, made = [], []
@@ -196,20 +202,46 @@ def parallel() -> dict[str, Any]:
     for how in (lambda step: step, prepare):
         torch.manual_seed(5)
         model = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)
+            torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 4)
         )
         side = torch.cuda.Stream() if ON_GPU else None
         with torch.cuda.stream(side):
             data_parallel = torch.nn.parallel.DistributedDataParallel(
-                model.to(DEVICE), device_ids=[RANK] if ON_GPU else None, static_graph=True
+                model.to(DEVICE), device_ids=[RANK] if ON_GPU else None
             )
-        runs.append(trained(data_parallel, how, 11))
+        runs.append(trained(data_parallel, how, warm, unsynced))
     return {"right": runs[0] == runs[1], **told(made[0])}
+
+
+def early() -> dict[str, Any]:
+    """DistributedDataParallel from its first step on."""
+    return parallel(0)
+
+
+def unsynced() -> dict[str, Any]:
+    """DistributedDataParallel, of which some steps do not communicate."""
+    return parallel(unsynced=4)
+
+
+def sharded() -> dict[str, Any]:
+    """FSDP, which is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(5)
+    model = fully_shard(torch.nn.Linear(16, 4, device=DEVICE))
+    made = graphed(lambda x: model(x).detach())
+    with torch.no_grad():
+        x = torch.ones(3, 16, device=DEVICE)
+        right = all(torch.equal(made(x), model(x)) for _ in range(4))
+    return {"right": right, **told(made)}
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     one.__name__: one
-    for one in (together, functional, apart, again, eagerly, destroyed, closed, parallel)
+    for one in (
+        *(together, functional, apart, again, eagerly, destroyed, closed),
+        *(parallel, early, unsynced, sharded),
+    )
 }
 
 

@@ -73,6 +73,21 @@ def test_all_ranks_capture_and_replay() -> None:
 
 
 @pytest.mark.slow
+def test_a_training_step_of_distributed_data_parallel() -> None:
+    require_together(on_cpu("parallel"), captures=1, replays=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["early", "unsynced", "sharded"])
+def test_what_cannot_always_be_captured_is_right(scenario: str) -> None:
+    """Steps of DistributedDataParallel that communicate now and then, and FSDP."""
+    found = on_cpu(scenario)
+    assert all(one["right"] for one in found)
+    if scenario == "sharded":
+        assert all("a tensor of the subclass" in one["reasons"][0] for one in found)
+
+
+@pytest.mark.slow
 def test_functional_collectives_in_a_group_of_their_own() -> None:
     require_together(on_cpu("functional"), captures=1, replays=5)
 
