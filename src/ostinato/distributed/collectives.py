@@ -144,9 +144,9 @@ class Collectives(Closeable, ABC):
         collectives: close what uses it first."""
         return None
 
-    def exchanged_sum(self, nbytes: int) -> ExchangedSum | None:
-        """Returns how kernels compute a sum of `nbytes` of float32 per rank, or None if they cannot
-        themselves."""
+    def exchanged_sum(self, count: int) -> ExchangedSum | None:
+        """Returns how kernels compute a sum of `count` float32 values per rank, or None if they
+        cannot themselves."""
         return None
 
     def programmatic(self, nbytes: int, *, gathers: bool = False) -> bool:

@@ -373,10 +373,10 @@ class ExchangeCollectives(Collectives):
     def sums(self, count: int) -> Buffer | None:
         return self._sums if count <= _SUM_SLOTS and self._fits(4 * count) else None
 
-    def exchanged_sum(self, nbytes: int) -> ExchangedSum | None:
-        if not self._sums_fit(nbytes):
+    def exchanged_sum(self, count: int) -> ExchangedSum | None:
+        if not self._sums_fit(4 * count):
             return None
-        return self.layout.sum_of(nbytes // 4, scattered=self.scatters(nbytes))
+        return self.layout.sum_of(count, scattered=self.scatters(4 * count))
 
     def described(self) -> str:
         return f"{self.name}: {self.in_windows} made in peer memory, {self.by_beyond} beyond"
@@ -478,7 +478,7 @@ def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
     size = layout.ranks
 
     class Windows:
-        """What a launch of `blocks` blocks exchanges."""
+        """The windows, for a launch of `blocks` blocks."""
 
         def __init__(self, launch: Any, table: Words, blocks: int, rank: int) -> None:
             windows = [launch.memory(int(table[r]), layout.nbytes) for r in range(size)]

@@ -75,7 +75,7 @@ class Ranks:
         """Returns the program with its collectives bound to the group.  `by_products`: the kernels
         of products compute the sums over all ranks themselves.  `carried`: the kernels of sums
         write the inputs of the next product, where sums of these rows are in the ranks' memory."""
-        exchanged = self.collectives.exchanged_sum(4 * rows * self.sharding.whole.hidden)
+        exchanged = self.collectives.exchanged_sum(rows * self.sharding.whole.hidden)
         if by_products:
             program = exchanging_products(program, self.sharding)
         elif carried and exchanged is not None:
