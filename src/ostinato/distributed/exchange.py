@@ -62,7 +62,8 @@ _BLOCKS_PER_PROCESSOR = 4
 """Blocks of 128 threads: few enough to be resident on any GPU beside other work."""
 _MOST_RANKS = 16
 _TOTAL = 512 << 10
-_LARGEST_SUM = 1 << 20  # bytes: 64 rows of 4,096 values
+LARGEST_SUM = 1 << 20
+"""The bytes of a rank in the largest sum: 64 rows of 4,096 values."""
 HOP_BYTES = 224 << 10
 """The bytes that a rank sends to others in the time of a second exchange: 0.65 us at 340 GB/s (two
 H200s; docs/scale.md)."""
@@ -170,7 +171,7 @@ class ExchangeCollectives(Collectives):
         device: Device,
         beyond: Collectives,
         *,
-        limit: int = _LARGEST_SUM,
+        limit: int = LARGEST_SUM,
         hop_bytes: int = HOP_BYTES,
     ) -> None:
         super().__init__(group, device)
