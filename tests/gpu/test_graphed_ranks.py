@@ -10,6 +10,7 @@ from tests.interop.test_ranks_torch import (
     require_apart,
     require_dropped,
     require_named,
+    require_raised,
     require_together,
     started,
 )
@@ -37,6 +38,10 @@ def test_functional_collectives_in_a_group_of_their_own() -> None:
 
 def test_no_rank_has_a_graph_if_one_cannot_capture() -> None:
     require_apart(started("apart"))
+
+
+def test_an_exception_of_one_rank_while_all_capture() -> None:
+    require_raised(started("raised"))
 
 
 def test_a_rank_that_captures_again_alone_is_an_error() -> None:

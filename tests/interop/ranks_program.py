@@ -100,6 +100,29 @@ def apart() -> dict[str, Any]:
     return {"right": calls(made, range(6)), **told(made)}
 
 
+def raised() -> dict[str, Any]:
+    """Rank 1 raises an exception of its own while the ranks capture, and goes on after it."""
+    failing = [False]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = summing(x)
+        if failing[0]:
+            raise ValueError("on one rank")
+        return y
+
+    made = graphed(function, guard=False)
+    right = calls(made, range(1))
+    failing[0] = RANK == 1
+    try:
+        right &= calls(made, range(1, 2))
+        error = ""
+    except ValueError as caught:
+        error = str(caught)
+    failing[0] = False
+    right &= calls(made, range(2, 5))
+    return {"right": right, "caught": error, **told(made)}
+
+
 def again() -> dict[str, Any]:
     """Rank 1 alone forgets its graphs."""
     function = graphed(summing)
@@ -239,7 +262,7 @@ def sharded() -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     one.__name__: one
     for one in (
-        *(together, functional, apart, again, eagerly, destroyed, closed),
+        *(together, functional, apart, raised, again, eagerly, destroyed, closed),
         *(parallel, early, unsynced, sharded),
     )
 }

@@ -55,6 +55,14 @@ def require_apart(found: list[dict[str, Any]]) -> None:
     assert found[1]["reasons"][0].startswith("it cannot be captured")
 
 
+def require_raised(found: list[dict[str, Any]]) -> None:
+    for one in found:
+        assert one["right"] and (one["captures"], one["replays"]) == (0, 0), one
+        assert "ValueError: on one rank" in one["reasons"][0]
+    assert "rank 1 could not capture it" in found[0]["reasons"][0]
+    assert [one["caught"] for one in found] == ["", "on one rank"]
+
+
 def require_named(found: list[dict[str, Any]], what: str) -> None:
     assert found[0]["right"] and found[1]["right"]
     error = found[1]["error"]
@@ -94,6 +102,11 @@ def test_functional_collectives_in_a_group_of_their_own() -> None:
 
 def test_no_rank_has_a_graph_if_one_cannot_capture() -> None:
     require_apart(on_cpu("apart"))
+
+
+@pytest.mark.slow
+def test_an_exception_of_one_rank_while_all_capture() -> None:
+    require_raised(on_cpu("raised"))
 
 
 def test_a_rank_that_captures_again_alone_is_an_error() -> None:
