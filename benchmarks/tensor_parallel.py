@@ -11,6 +11,12 @@ for each layer, and one exchange at the end of the step, each of some microsecon
 is read.  Each number of ranks above one is measured with both ways to exchange: "exchange", small
 messages in each other's memory, and "library", all by NCCL.
 
+Sums in each other's memory are also measured with all of them computed in parts ("in parts"): what
+a second exchange costs, and the bytes a microsecond, choose between the two
+(`distributed.exchange.HOP_BYTES`).
+
+Prompts of 512 and 4,096 tokens are read at once by one sequence, after a first reading of each.
+
 The peer is transformers' Llama of the same shape, split by its own plan (`tp_plan="auto"`) under
 torchrun: launch by launch, and one step as a `torch.cuda.graph`.
 
@@ -43,15 +49,18 @@ from benchmarks.soak import resident
 from ostinato.bench.random_weights import random_checkpoint
 from ostinato.bench.shapes import shape_named, traffic
 from ostinato.distributed import Collectives, Group, join_group, new_group_id, open_collectives
+from ostinato.distributed.exchange import ExchangeCollectives
 from ostinato.models import Decoder, LlamaConfig
 
 PROMPT = 16
+PROMPTS = (512, 4096)
+"""Tokens of the prompts that are read at once."""
 WARMUP = 32
 """The number of tokens of a warm-up."""
 ANSWER = 100
 COLUMNS = (
     "shape", "weights", "ranks", "batch", "way", "tokens_per_second", "token_us", "step_us",
-    "same_on_ranks", "load_s", "first_s",
+    "prompt", "same_on_ranks", "load_s", "first_s",
 )  # fmt: skip
 
 
@@ -71,6 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200, help="timed, after a warm-up of 32")
     parser.add_argument("--seconds", type=float, default=225.0, help="for all stages together")
     parser.add_argument("--soak", type=int, default=0, help="so many tokens over and over")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        choices=("collectives", "decode", "prompts", "torch"),
+        help="all if none is given",
+    )
     parser.add_argument("--stage", help="for the processes that this program starts")
     chosen = parser.parse_args(arguments)
     if chosen.stage:
@@ -87,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kinds = chosen.weights or ["bf16"]
     most = max(ranks)
     plan: list[dict[str, Any]] = []
+    wanted = chosen.kind or ["collectives", "decode", "prompts", "torch"]
     if most > 1:
         plan.append({"kind": "collectives", "ranks": most, "ways": ways})
     decoding = [
@@ -98,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for way in (["one"] if count == 1 else ways if weights == kinds[0] else ways[:1])
     ]
     plan += [one for one in decoding if one["weights"] == kinds[0]]
+    plan += [{**one, "kind": "prompts"} for one in decoding if one["weights"] == kinds[0]]
     if chosen.soak and most > 1:
         settings = {"shape": shapes[0], "weights": kinds[0], "way": ways[0]}
         plan.append({"kind": "soak", **settings, "ranks": most})
@@ -107,6 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif most > 1:
         plan += [{"kind": "torch", "shape": shape, "ranks": most} for shape in shapes]
     plan += [one for one in decoding if one["weights"] != kinds[0]]
+    plan = [one for one in plan if one["kind"] in (*wanted, "soak")]
     for one in plan:
         words = [one["kind"], one.get("shape", ""), one.get("weights", "")]
         words += ["on", str(one["ranks"]), one.get("way", "")]
@@ -132,8 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"# {name}: {took:.1f} s{', FAILED: ' + error[-1500:] if error else ''}", flush=True)
         for row in found:
             print(f"#   {json.dumps(row)}", flush=True)
-    decoded = [row for row in rows if row["kind"] in ("decode", "torch")]
-    print(common.table("decode, tokens a second of the whole batch", decoded, COLUMNS))
+    decoded = [row for row in rows if row["kind"] in ("decode", "prompts", "torch")]
+    print(common.table("tokens a second of the whole batch", decoded, COLUMNS))
     ceiling: dict[str, Any] = {
         shape: {"weight_bytes": traffic(shape_named(shape), 2).weights} for shape in shapes
     }
@@ -214,8 +232,8 @@ def stage(given: dict[str, Any]) -> int:
         if size > 1:
             group = join_group(given["group"], rank=rank, size=size, deadline=40)
         with ost.open_device("host" if on_host else f"cuda:{rank}") as device:
-            work = {"decode": decode, "collectives": collectives, "soak": soak}[given["kind"]]
-            for row in work(given, device, group):
+            work = {"decode": decode, "prompts": prompts, "collectives": collectives, "soak": soak}
+            for row in work[given["kind"]](given, device, group):
                 if rank == 0:
                     print(json.dumps({"kind": given["kind"], **row}), flush=True)
     except BaseException as error:
@@ -230,7 +248,13 @@ def stage(given: dict[str, Any]) -> int:
 
 
 def open_decoder(
-    given: dict[str, Any], device: ost.Device, group: Group | None, most: int
+    given: dict[str, Any],
+    device: ost.Device,
+    group: Group | None,
+    most: int,
+    *,
+    context: int = 1024,
+    max_rows: int | None = 64,
 ) -> Decoder:
     """Opens a decoder with random weights, for up to `most` sequences."""
     config, on_host = shape_named(given["shape"]), given["device"] == "host"
@@ -239,8 +263,8 @@ def open_decoder(
         return Decoder(
             device,
             checkpoint,
-            max_context=min(1024, config.context_length),
-            max_rows=max(64, most),
+            max_context=min(context, config.context_length),
+            max_rows=None if max_rows is None else max(max_rows, most),
             sequences=most,
             stop_tokens=(),
             weights="auto" if recipe is None or on_host else "packed",
@@ -308,6 +332,43 @@ def decode(given: dict[str, Any], device: ost.Device, group: Group | None) -> An
                 "answer": answers[0][:40],
                 "launches": numbers.launches_per_token,
                 "quarantined": {str(k): v[:300] for k, v in numbers.quarantined.items()},
+            }
+
+
+def prompts(given: dict[str, Any], device: ost.Device, group: Group | None) -> Any:
+    """Measures the reading of prompts by one sequence, in pieces as large as the decoder makes
+    them."""
+    config = shape_named(given["shape"])
+    on_host = given["device"] == "host"
+    lengths = (16,) if on_host else PROMPTS
+    rng = np.random.default_rng(7)
+    begin = time.perf_counter()
+    decoder = open_decoder(given, device, group, 1, context=max(lengths) + 8, max_rows=None)
+    load = time.perf_counter() - begin
+    with decoder:
+        for length in lengths:
+            tokens = rng.integers(0, config.vocabulary, length).tolist()
+            chosen, times = [], []
+            for _ in range(5):  # the first two are launched one by one, and captured
+                decoder.reset()
+                if group is not None:
+                    group.barrier()
+                begin = time.perf_counter()
+                chosen.append(decoder.prefill(tokens))
+                times.append(time.perf_counter() - begin)
+            told = [b""] if group is None else group.exchange("tokens", json.dumps(chosen).encode())
+            yield {
+                "shape": given["shape"],
+                "weights": decoder.statistics().weights,
+                "ranks": given["ranks"],
+                "batch": 1,
+                "way": "one GPU" if group is None else decoder.collectives,
+                "prompt": length,
+                "tokens_per_second": round(length / statistics.median(times[2:]), 1),
+                "prompt_ms": round(1e3 * statistics.median(times[2:]), 2),
+                "same_on_ranks": None if group is None else len(set(told)) == 1,
+                "load_s": round(load, 1),
+                "first_s": round(times[0], 2),
             }
 
 
@@ -409,15 +470,27 @@ def collectives(given: dict[str, Any], device: ost.Device, group: Group | None) 
     """Measures the microseconds of one collective among many in a graph."""
     assert group is not None
     count = 4 if given["device"] == "host" else 200
+    kinds = ("accumulate", "all_reduce", "all_gather")
     for way in given["ways"]:
         with open_collectives(group, device, way) as made:
-            yield from _timed(made, device, group, count)
+            yield from _timed(made, made.name.split(" (")[0], kinds, device, group, count)
+        if way == "exchange":
+            beyond = open_collectives(group, device, "library")
+            with ExchangeCollectives(group, device, beyond, hop_bytes=-1) as made:
+                yield from _timed(made, f"{made.name}, in parts", kinds[:2], device, group, count)
 
 
-def _timed(made: Collectives, device: ost.Device, group: Group, count: int) -> Any:
+def _timed(
+    made: Collectives,
+    way: str,
+    kinds: Sequence[str],
+    device: ost.Device,
+    group: Group,
+    count: int,
+) -> Any:
     stream = device.create_stream()
-    for kind in ("accumulate", "all_reduce", "all_gather"):
-        for floats in (2, 2048, 4096, 16384, 32768, 65536, 131072):
+    for kind in kinds:
+        for floats in (2, 2048, 4096, 16384, 32768, 65536, 131072, 262144):
             source = device.zeros((1, floats), np.float32)
             target = device.zeros((1, floats), np.float32)
             out = device.zeros((1, floats * group.size), np.float32)
@@ -445,7 +518,7 @@ def _timed(made: Collectives, device: ost.Device, group: Group, count: int) -> A
                 "collective": kind,
                 "bytes": floats * 4,
                 "ranks": group.size,
-                "way": made.name.split(" (")[0],
+                "way": way,
                 "us": round(min(times) * 1e6, 2),
                 "nodes": nodes,
             }

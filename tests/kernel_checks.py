@@ -24,7 +24,13 @@ from ostinato.models.cuda.lowering import CudaLaunch, Lowering, lower
 from ostinato.models.cuda.products import PIECE_ROWS
 from ostinato.models.cuda.shapes import LEAST_SHARED, default_tuning, dynamic_shared
 from ostinato.models.program import SAMPLED_ROWS, decode_program, loop_call
-from ostinato.models.sharding import COLLECTIVES, Sharding, exchanging_products, shard_program
+from ostinato.models.sharding import (
+    COLLECTIVES,
+    Sharding,
+    carrying_sums,
+    exchanging_products,
+    shard_program,
+)
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules.compiler import compile_plan, plan_compilation
 from ostinato.modules.cubin import KernelResources, kernel_resources
@@ -248,6 +254,10 @@ def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
             program = shard_program(decode_program(part), sharding, whole_logits=whole_logits)
             if rows == 1:
                 program = (*program, *exchanging_products(program, sharding))
+            else:
+                for scattered in (False, True):
+                    how = exchange.Layout(sharding.size, 512).sum_of(1024, scattered=scattered)
+                    program = (*program, *carrying_sums(program, sharding, how))
             for call in program:
                 if call.kernel not in COLLECTIVES:
                     yield from cut.launches([call])

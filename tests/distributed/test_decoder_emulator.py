@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from typing import Any
 
@@ -10,15 +11,25 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from benchmarks.kernels.checks import to_bf16
 from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
 from ostinato.distributed import Group, local_groups
+from ostinato.distributed.exchange import ExchangeCollectives
 from ostinato.errors import GroupError
 from ostinato.models.backend import DeviceModel
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.decoder import Decoder
+from ostinato.models.program import ACTIVE, CARRYING_SUM, decode_program
 from ostinato.models.sampling import GREEDY, SamplingOptions, sample
-from tests.distributed.test_exchange import emulate
+from ostinato.models.sharding import (
+    COLLECTIVES,
+    BoundCollective,
+    Sharding,
+    carrying_sums,
+    shard_program,
+)
+from tests.distributed.test_exchange import emulate, on_ranks
 from tests.distributed.test_local import outcomes
 from tests.emulator.emulator import Emulator
 from tests.models.emulated import EmulatedGpu
@@ -40,6 +51,9 @@ class EmulatedRank(EmulatedBackend):
     def exchanges_sums(self, model: DeviceModel, rows: int) -> bool:
         tuning = self.sizes(model, rows)["tuning"]
         return kc.Lowering(model.config, rows, tuning, model.formats).exchanges_sums()
+
+    def carries_sums(self, model: DeviceModel, rows: int) -> bool:
+        return bool(self.sizes(model, rows)["tuning"].tiles)
 
 
 @pytest.mark.parametrize(
@@ -244,3 +258,85 @@ def test_a_lost_rank_ends_the_waits_of_products(monkeypatch: pytest.MonkeyPatch)
     assert time.monotonic() - begin < 100
     assert isinstance(other, ValueError)
     assert isinstance(error, GroupError) and "rank 1 raised ValueError" in str(error)
+
+
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "hidden"),
+    [(2, 3, 256), (2, 7, 72), *[pytest.param(4, n, 192, marks=pytest.mark.slow) for n in (5, 17)]],
+)
+def test_a_sum_over_ranks_writes_the_inputs_of_the_next_product(
+    ranks: int, rows: int, hidden: int, scattered: bool
+) -> None:
+    """Residual, rounded inputs and sums of squares; inputs of rows without a token are zero."""
+    config = llama(4 * ranks, ranks, 16, hidden=hidden, inner=64 * ranks, vocabulary=304, layers=2)
+    emulator, lock = Emulator(threads=True), threading.Lock()
+    live = np.zeros((rows, 4), np.int32)
+    live[:, 3] = ACTIVE
+    live[rows // 2, 3] = 0
+    norm = np.random.default_rng(1).standard_normal(hidden).astype(np.float32)
+
+    def drawn(*seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).standard_normal((rows, hidden)).astype(np.float32)
+
+    def work(group: Group, device: ost.Device, made: ExchangeCollectives) -> list[bytes]:
+        sharding = Sharding(config, group.rank, ranks)
+        how = made.layout.sum_of(rows * hidden, scattered=scattered)
+        program = shard_program(decode_program(sharding.part), sharding, whole_logits=False)
+        bound = [
+            one if one.kernel not in COLLECTIVES else BoundCollective(one, made, rows)
+            for one in carrying_sums(program, sharding, how)
+        ]
+        launches = [
+            one
+            for one in kc.lower(bound, sharding.part, rows=rows, context=64)
+            if isinstance(one, kc.CudaLaunch)
+        ]
+        assert [one.kernel for one in launches].count("norm_rows") == 1
+        first, *_, last = (one for one in launches if one.kernel == CARRYING_SUM)
+        with lock:
+            kernel = emulator.host_kernel(first.source, first.kernel, first.options)
+            emulator.build(first.source, first.kernel, first.options)
+        loaded = device.modules.get_or_compile(
+            ost.Source(host={first.kernel: kernel}, name="residual"), first.kernel
+        )
+        assert "PANELS" not in dict(first.options.defines)
+        x, next_in = device.array(drawn(9)), device.zeros((rows, hidden), np.uint16)
+        buffers: dict[str, Any] = {
+            "row_count": rows,
+            "live": device.array(live), "x": x, "partial": device.zeros((rows, hidden), np.float32),
+            "norm": device.array(norm), "next": next_in,
+            "squares": device.zeros((2, rows, 2), np.uint64), "windows": made.windows,
+        }  # fmt: skip
+        residual, found = drawn(9), []
+        with device.create_stream() as stream:
+            for turn, launch in enumerate((first, last, first)):
+                given = dict(launch.arguments)
+                assert given["half"] == turn % 2 and given["next"] == kc.CARRIED
+                parts = [drawn(rank, turn) for rank in range(ranks)]
+                buffers["partial"].set(parts[group.rank], stream)
+                buffers["squares"].set(np.zeros((2, rows, 2), np.uint64), stream)
+                buffers["next"].set(np.full((rows, hidden), 0x7FC0, np.uint16), stream)
+                names = launch.signature.parameters
+                values = [buffers.get(one.name, given.get(one.name)) for one in names]
+                stream.submit(ost.prepare(loaded, launch.config, *values))
+                total = parts[0].copy()
+                for part in parts[1:]:
+                    total += part
+                residual = residual + total
+                assert (x.to_numpy(stream) == residual).all()
+                assert not buffers["partial"].to_numpy(stream).any()
+                wanted = to_bf16(residual * norm)
+                wanted[rows // 2] = 0
+                got = next_in.to_numpy(stream)
+                assert (got == wanted).all()
+                squares = buffers["squares"].to_numpy(stream)
+                sums = squares[turn % 2, :, 0] + squares[turn % 2, :, 1] / 2.0**40
+                lengths = (residual.astype(np.float64) ** 2).sum(1) * (live[:, 3] == ACTIVE)
+                np.testing.assert_allclose(sums, lengths, rtol=1e-5)
+                assert not squares[1 - turn % 2].any()
+                found += [got.tobytes(), squares.tobytes()]
+        return found
+
+    found = on_ranks(ranks, work)
+    assert all(one == found[0] for one in found)

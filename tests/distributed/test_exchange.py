@@ -57,13 +57,20 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_host_kernels", made)
 
 
-def on_ranks(size: int, work: Callable[[Group, ost.Device, Any], Any], **options: Any) -> Any:
+def on_ranks(
+    size: int,
+    work: Callable[[Group, ost.Device, Any], Any],
+    *,
+    hop_bytes: int = exchange.HOP_BYTES,
+    **options: Any,
+) -> Any:
     """What each rank gives."""
 
     def call(group: Group) -> Any:
         with ost.open_device("host") as device:
-            made = open_collectives(group, device, "exchange")
-            assert isinstance(made, ExchangeCollectives)
+            beyond = open_collectives(group, device, "library")
+            made = ExchangeCollectives(group, device, beyond, hop_bytes=hop_bytes)
+            group.attach(made)
             try:
                 with group.watching("the test"):
                     return work(group, device, made)
@@ -86,14 +93,18 @@ def drawn(rank: int, turn: int, count: int) -> np.ndarray:
 
 
 COUNTS = [1, 2, 7, 255, 256, 257, 700, 1, 3000, 64]
+WHOLE, IN_PARTS = 1 << 40, -1
+"""`hop_bytes` with which sums go to every rank whole, or are computed in parts."""
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     "size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
 )
-def test_sums_and_gathers_of_every_length(size: int) -> None:
-    """One behind the other, so that later ones meet the words of earlier ones."""
+def test_sums_and_gathers_of_every_length(size: int, mixed: bool) -> None:
+    """One behind the other, so that later ones meet the words of earlier ones.  `mixed`: most sums
+    are computed in parts."""
 
     def work(group: Group, device: ost.Device, made: ExchangeCollectives) -> list[bytes]:
         found = []
@@ -103,6 +114,7 @@ def test_sums_and_gathers_of_every_length(size: int) -> None:
                 start = drawn(99, turn, count)
                 target, partial = device.array(start), device.array(parts[group.rank])
                 out, lines = device.empty(count, np.float32), device.empty(count * size, np.float32)
+                made._hop_bytes = IN_PARTS if mixed and turn % 4 else WHOLE
                 for operation in (
                     *made.all_reduce(partial, out),
                     *made.all_gather(partial, lines),
@@ -211,13 +223,15 @@ def test_epochs_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_lost_rank_ends_the_waits_of_the_others(size: int) -> None:
+@pytest.mark.parametrize(("size", "hop_bytes"), [(2, WHOLE), (4, WHOLE), (3, IN_PARTS)])
+def test_a_lost_rank_ends_the_waits_of_the_others(size: int, hop_bytes: int) -> None:
     """In a graph of exchanges, with a typed error and NaN, long before the deadline."""
 
     def work(group: Group) -> None:
         with ost.open_device("host") as device:
             made = open_collectives(group, device, "exchange")
+            assert isinstance(made, ExchangeCollectives)
+            made._hop_bytes = hop_bytes
             target, partial = device.zeros(300, np.float32), device.zeros(300, np.float32)
             operations = made.accumulate(target, partial)
             with device.create_stream() as stream:
@@ -386,6 +400,26 @@ def test_parts_of_a_window_do_not_overlap(ranks: int, blocks: int) -> None:
     assert layout.mark(ranks - 1) + 4 <= 8 * layout.header
     assert layout.header % 16 == 0  # 128 bytes
     assert layout.nbytes >= 8 * (layout.header + 2 * ranks * layout.words)
+
+
+def test_a_sum_is_computed_in_parts_where_that_sends_fewer_bytes() -> None:
+    """The sums of 32 and 64 rows of 1B and 8B, at 2, 4 and 8 ranks; beyond the limits none."""
+    sizes = [n << 10 for n in (16, 64, 128, 256, 512, 1024)]
+
+    def work(group: Group, device: ost.Device, made: ExchangeCollectives) -> list[bool]:
+        assert made.limit == 1 << 20 and made.layout.nbytes <= 16 << 20
+        assert made.exchanged_sum((1 << 18) + 1) is None
+        assert not made._fits(exchange.limit_for(group.size) // 4 * 4 + 4)
+        for nbytes in sizes:
+            how = made.exchanged_sum(nbytes // 4)
+            assert how is not None and how.scattered == made.scatters(nbytes)
+            assert how.blocks <= 528 and how.words >= 256 * how.blocks
+        return [made.scatters(nbytes) for nbytes in sizes]
+
+    found = {size: on_ranks(size, work)[0] for size in (2, 4, 8)}
+    assert found[2] == [False] * 5 + [True]  # two ranks send as much either way
+    assert found[4] == [False] * 2 + [True] * 4
+    assert found[8] == [False] + [True] * 5
 
 
 def test_what_the_gpus_are_compared_by(monkeypatch: pytest.MonkeyPatch) -> None:

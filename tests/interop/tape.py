@@ -75,7 +75,13 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
     def play(self) -> None:
         with torch.inference_mode(), torch.no_grad():
             for func, args, kwargs, results in self.noted:
-                for into, new in zip(results, _tree_leaves(func(*args, **kwargs)), strict=True):
+                made = _tree_leaves(func(*args, **kwargs))
+                # Of messages between ranks the function waits for the end, not the operation.
+                if func.namespace == "c10d":
+                    torch.distributed.Work.unbox(made[-1]).wait()
+                elif func.namespace == "_c10d_functional":
+                    made = [torch.ops._c10d_functional.wait_tensor(one) for one in made]
+                for into, new in zip(results, made, strict=True):
                     if isinstance(into, torch.Tensor) and into.data_ptr() != new.data_ptr():
                         into.copy_(new)
 

@@ -153,7 +153,10 @@ def _ranks() -> dict[str, str]:
     windows = "no: there is one GPU" if count == 1 else "no: there is no GPU"
     if count > 1:
         limit = exchange.limit_for(min(count, 8))
-        windows = f"up to {limit} bytes of a rank, where GPUs reach each other (tried when used)"
+        windows = (
+            f"sums up to {exchange.LARGEST_SUM} bytes of a rank, other messages up to {limit}, "
+            "where GPUs reach each other (tried when used)"
+        )
     library = nccl.description()
     try:
         way = settings.collectives_way()

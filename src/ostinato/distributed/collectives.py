@@ -76,6 +76,21 @@ class Gathered:
         return cls(math.prod(shape[:-1]), shape[-1] * source.dtype.itemsize)
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangedSum:
+    """A sum over ranks that a kernel computes itself, with `Collectives.windows`
+    (`kernels/exchange.cuh`).
+
+    `words`, `header`, `scattered`: the macros EXCHANGE_WORDS, EXCHANGE_HEADER, EXCHANGE_SCATTERED.
+    `blocks`: the grid, of EXCHANGE_THREADS threads.
+    """
+
+    words: int
+    header: int
+    scattered: bool
+    blocks: int
+
+
 class Collectives(Closeable, ABC):
     """Collectives on one device, for work of one stream at a time.
 
@@ -86,6 +101,9 @@ class Collectives(Closeable, ABC):
     """
 
     name: str
+    windows: Buffer | None = None
+    """The addresses of the ranks' memory, for kernels that compute sums themselves.  They belong to
+    the collectives: close what uses them first."""
 
     def __init__(self, group: Group, device: Device) -> None:
         self.group = group
@@ -126,9 +144,14 @@ class Collectives(Closeable, ABC):
         collectives: close what uses it first."""
         return None
 
-    def programmatic(self, nbytes: int) -> bool:
-        """True if a sum or gather of `nbytes` per rank is one kernel that can use programmatic
-        dependent launch, also for the kernel behind it."""
+    def exchanged_sum(self, count: int) -> ExchangedSum | None:
+        """Returns how kernels compute a sum of `count` float32 values per rank, or None if they
+        cannot themselves."""
+        return None
+
+    def programmatic(self, nbytes: int, *, gathers: bool = False) -> bool:
+        """True if a sum (a gather if `gathers`) of `nbytes` per rank is one kernel that can use
+        programmatic dependent launch, also for the kernel behind it."""
         return False
 
     def described(self) -> str:

@@ -6,7 +6,10 @@ process.  A kernel stores this rank's values into every window, waits in its own
 others' values, and continues with the sum; `kernels/exchange.cu` explains how, and why it needs no
 lock and no signal from the host.
 
-Messages above the windows' limit, and broadcasts, use the backend that always works (NCCL, on the
+A sum goes to every rank whole, or, where that sends many more bytes, in parts: each rank adds a
+part and sends the result to the others (`ExchangeCollectives.scatters`).  Both give the same bits.
+
+Messages above the windows' limits, and broadcasts, use the backend that always works (NCCL, on the
 host the group's channel).  All ranks decide this alike, by bytes.
 
 After a failure of the group every wait in a kernel ends, with NaN, and the windows are never
@@ -20,7 +23,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -39,7 +42,14 @@ from ostinato import (
     host_kernel,
     prepare,
 )
-from ostinato.distributed.collectives import Collectives, Gathered, remembered, summed
+from ostinato.distributed.collectives import (
+    Collectives,
+    ExchangedSum,
+    Floats,
+    Gathered,
+    remembered,
+    summed,
+)
 from ostinato.distributed.group import Group
 from ostinato.errors import NotAvailableError, OstinatoError
 from ostinato.modules import CompileOptions
@@ -47,10 +57,16 @@ from ostinato.modules import CompileOptions
 THREADS = 128
 """Threads of a block; each handles two values of 4 bytes."""
 _BLOCK = 2 * THREADS
+_FOLDER = Path(__file__).parent / "kernels"
 _BLOCKS_PER_PROCESSOR = 4
 """Blocks of 128 threads: few enough to be resident on any GPU beside other work."""
 _MOST_RANKS = 16
 _TOTAL = 512 << 10
+LARGEST_SUM = 1 << 20
+"""The bytes of a rank in the largest sum: 64 rows of 4,096 values."""
+HOP_BYTES = 224 << 10
+"""The bytes that a rank sends to others in the time of a second exchange: 0.65 us at 340 GB/s (two
+H200s; docs/scale.md)."""
 _PAGE = 2 << 20
 _SUM_SLOTS = 16384  # most values of a sum that kernels exchange themselves
 _SUM_TABLE = 32
@@ -61,19 +77,23 @@ _SIGNATURES = {
     "count: u32, rank: u32",
     "exchange_reduce": "order: *u32, source: *const f32, out: *out f32, table: *const u64, "
     "count: u32, rank: u32",
+    "scattered_accumulate": "order: *u32, target: *f32, partial: *f32, table: *const u64, "
+    "count: u32, rank: u32",
+    "scattered_reduce": "order: *u32, source: *const f32, out: *out f32, table: *const u64, "
+    "count: u32, rank: u32",
     "exchange_gather": "order: *u32, source: *const u32, out: *out u32, table: *const u64, "
     "count: u32, width: u32, rank: u32",
 }
 
 
 def limit_for(size: int) -> int:
-    """Returns the largest message for windows, in bytes of a rank: it goes to every other rank."""
+    """Returns the largest message that goes to every other rank whole, in bytes of a rank."""
     return _TOTAL // max(1, size - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a window.  `blocks`: of the largest exchange."""
+    """The layout of a window.  `blocks`: of the largest launch."""
 
     ranks: int
     blocks: int
@@ -103,28 +123,32 @@ class Layout:
         """Bytes of a window: whole pages, so that no other allocation is shared with it."""
         return -(-(self.sums + 8 * self.sums_words) // _PAGE) * _PAGE
 
+    def sum_of(self, count: int, *, scattered: bool) -> ExchangedSum:
+        """Returns the launch of a sum of `count` values."""
+        each = _BLOCK * (self.ranks if scattered else 1)
+        return ExchangedSum(self.words, self.header, scattered, -(-count // each))
+
     def mark(self, rank: int) -> int:
         """Returns the byte offset of the mark that a rank's writes to this window are over."""
         return 4 * (self.blocks + rank)
 
     @property
     def macros(self) -> dict[str, str]:
-        words = {"WORDS": str(self.words), "EPOCH_WORDS": str(self.header)}
-        return {"RANKS": str(self.ranks), "THREADS": str(THREADS), **words}
+        words = {"EXCHANGE_WORDS": str(self.words), "EXCHANGE_HEADER": str(self.header)}
+        return {"RANKS": str(self.ranks), "EXCHANGE_THREADS": str(THREADS), **words}
 
 
 @cache
 def kernels() -> Source:
     """Returns the CUDA kernels."""
-    code = (Path(__file__).parent / "kernels" / "exchange.cu").read_text(encoding="utf-8")
-    return Source(code, signatures=_SIGNATURES, headers=words_header(), name="exchange.cu")
+    code = (_FOLDER / "exchange.cu").read_text(encoding="utf-8")
+    return Source(code, signatures=_SIGNATURES, headers=exchange_headers(), name="exchange.cu")
 
 
 @cache
-def words_header() -> Mapping[str, str]:
-    """Returns the header of the words that ranks store into each other's memory, by its name."""
-    path = Path(__file__).parent / "kernels" / "words.cuh"
-    return {path.name: path.read_text(encoding="utf-8")}
+def exchange_headers() -> Mapping[str, str]:
+    """Returns the headers for kernels that store words into other ranks' memory, by their names."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.cuh"))}
 
 
 _kept: list[object] = []
@@ -135,24 +159,35 @@ class ExchangeCollectives(Collectives):
     """Small messages through the ranks' windows, others by `beyond`, which is closed with this
     object.
 
-    All ranks make theirs together.  `limit`: largest message of a rank, in bytes; None for
-    `limit_for` of the number of ranks.  Raises NotAvailableError on all ranks if any of them cannot
-    reach the others' memory; `beyond` then stays open.
+    All ranks make theirs together.  `limit`: largest message of a rank, in bytes; by default 1 MiB
+    for sums and `limit_for` of the number of ranks for others.  `hop_bytes`: see `scatters`.
+    Raises NotAvailableError on all ranks if any of them cannot reach the others' memory; `beyond`
+    then stays open.
     """
 
     def __init__(
-        self, group: Group, device: Device, beyond: Collectives, *, limit: int | None = None
+        self,
+        group: Group,
+        device: Device,
+        beyond: Collectives,
+        *,
+        limit: int = LARGEST_SUM,
+        hop_bytes: int = HOP_BYTES,
     ) -> None:
         super().__init__(group, device)
         self.beyond = beyond
         self._on_host = device.capabilities.runs_host_functions
-        most = _BLOCKS_PER_PROCESSOR * device.properties.multiprocessors
-        wanted = limit_for(group.size) if limit is None else limit
-        if not self._on_host:
-            wanted = min(wanted, 4 * _BLOCK * most)
-        told = group.exchange("windows: limit", str(wanted).encode())
-        self.limit = min(int(one) for one in told)
-        self.layout = Layout(group.size, -(-max(self.limit, 4) // (4 * _BLOCK)))
+        most, size = limit, group.size
+        if not self._on_host:  # all blocks of a launch must be resident
+            most = 4 * _BLOCK * _BLOCKS_PER_PROCESSOR * device.properties.multiprocessors
+        told = group.exchange("windows: limit", f"{limit} {most} {hop_bytes}".encode())
+        numbers = [[int(number) for number in one.split()] for one in told]
+        limit, most, self._hop_bytes = (min(column) for column in zip(*numbers, strict=True))
+        self._whole: int = min(limit, most, limit_for(size))
+        """Bytes of the largest message that goes to every other rank whole."""
+        self.limit = min(limit, most * size)
+        blocks = -(-max(self._whole, 4) // (4 * _BLOCK))
+        self.layout = Layout(size, max(blocks, -(-self.limit // (4 * _BLOCK * size))))
         self._made: dict[tuple[object, ...], tuple[Operation, ...]] = {}
         self._opened: dict[int, int] = {}
         self._window: Buffer | None = None
@@ -213,7 +248,7 @@ class ExchangeCollectives(Collectives):
             self._sums[: table.size].set(table, stream)
             stream.synchronize()
         addresses += [self._lost.address, self._window.address]
-        self._table = device.array(np.array(addresses, np.uint64), name="windows of the ranks")
+        self.windows = device.array(np.array(addresses, np.uint64), name="windows of the ranks")
         self._try_out()
 
     def _refuse(self, errors: list[str]) -> None:
@@ -222,17 +257,17 @@ class ExchangeCollectives(Collectives):
                 raise NotAvailableError(f"rank {rank}: {error}")
 
     def _try_out(self) -> None:
-        """Runs three exchanges with known values: a window has two halves, so one is used twice.
-        Raises NotAvailableError on all ranks if the result is wrong on one."""
+        """Runs sums of both kinds with known values; a window has two halves, so both are used
+        again.  Raises NotAvailableError on all ranks if the result is wrong on one."""
         device, group, size = self.device, self.group, self.group.size
-        count = self.layout.words
+        count = self._whole // 4
         line = (np.arange(count) % 251).astype(np.float32)
         problem = ""
         with device.zeros(count, np.float32) as target, device.zeros(count, np.float32) as partial:
             with device.create_stream() as stream:
                 for turn in range(3):
                     partial.set(line * (group.rank + 1 + turn), stream)
-                    for operation in self._accumulate(target, partial, count, False):
+                    for operation in self._sum("accumulate", turn == 1, target, partial, count):
                         stream.submit(operation)
                 with group.watching("the first exchange in peer memory"):
                     found, left = target.to_numpy(stream), partial.to_numpy(stream)
@@ -243,30 +278,53 @@ class ExchangeCollectives(Collectives):
         self._refuse([one.decode() for one in told])
 
     # --- collectives
-    def _fits(self, nbytes: int) -> bool:
+    def scatters(self, nbytes: int) -> bool:
+        """True if a sum of `nbytes` per rank is computed in parts: always above the limit of other
+        messages, else if the second exchange takes less time than the `hop_bytes` that it costs.
+
+        Whole, a rank sends (ranks - 1) * nbytes; in parts 2 * (ranks - 1) / ranks of them.  Words
+        have twice as many bytes as values.
+        """
+        size = self.layout.ranks
+        saved = 2 * nbytes * (size - 1) * (size - 2) // size
+        return nbytes > self._whole or saved > self._hop_bytes
+
+    def _sums_fit(self, nbytes: int) -> bool:
         return nbytes <= self.limit and nbytes % 4 == 0
 
-    def programmatic(self, nbytes: int) -> bool:
-        return self._fits(nbytes) and self.device.capabilities.programmatic_launch
+    def _fits(self, nbytes: int) -> bool:
+        return nbytes <= self._whole and nbytes % 4 == 0
+
+    def programmatic(self, nbytes: int, *, gathers: bool = False) -> bool:
+        fits = self._fits(nbytes) if gathers else self._sums_fit(nbytes)
+        return fits and self.device.capabilities.programmatic_launch
 
     def all_reduce(self, source: Buffer, out: Buffer) -> tuple[Operation, ...]:
         count = self._same("all_reduce", source, out)
-        if not self._fits(4 * count):
+        if not self._sums_fit(4 * count):
             return self._beyond(self.beyond.all_reduce(source, out))
-        return self._operation("exchange_reduce", count, False, source, out)
+        return self._sum("reduce", self.scatters(4 * count), source, out, count)
 
     def accumulate(
         self, target: Buffer, partial: Buffer, *, programmatic: bool = False
     ) -> tuple[Operation, ...]:
         count = self._same("accumulate", target, partial)
-        if not self._fits(4 * count):
+        if not self._sums_fit(4 * count):
             return self._beyond(self.beyond.accumulate(target, partial))
-        return self._accumulate(target, partial, count, programmatic)
+        scatters = self.scatters(4 * count)
+        return self._sum("accumulate", scatters, target, partial, count, programmatic)
 
-    def _accumulate(
-        self, target: Buffer, partial: Buffer, count: int, programmatic: bool
+    def _sum(
+        self,
+        kind: str,
+        scatters: bool,
+        one: Buffer,
+        other: Buffer,
+        count: int,
+        programmatic: bool = False,
     ) -> tuple[Operation, ...]:
-        return self._operation("exchange_accumulate", count, programmatic, target, partial)
+        name = f"{'scattered' if scatters else 'exchange'}_{kind}"
+        return self._operation(name, count, programmatic, one, other)
 
     def all_gather(
         self, source: Buffer, out: Buffer, *, programmatic: bool = False
@@ -297,11 +355,11 @@ class ExchangeCollectives(Collectives):
         if found is None:
             options = CompileOptions(defines=tuple(self.layout.macros.items()))
             kernel = self.device.modules.get_or_compile(self._source(), name, options=options)
-            grid = -(-count // _BLOCK)
+            grid = self.layout.sum_of(count, scattered=name.startswith("scattered")).blocks
             shape = LaunchConfig(grid, THREADS, programmatic=programmatic)
             extra = () if width is None else (width,)
             made = prepare(
-                kernel, shape, self.order, one, other, self._table, count, *extra, self.group.rank
+                kernel, shape, self.order, one, other, self.windows, count, *extra, self.group.rank
             )
             # The table holds addresses of memory that is no argument.
             kept = replace(made, keep=(*made.keep, self._window, self._lost))
@@ -315,6 +373,11 @@ class ExchangeCollectives(Collectives):
 
     def sums(self, count: int) -> Buffer | None:
         return self._sums if count <= _SUM_SLOTS and self._fits(4 * count) else None
+
+    def exchanged_sum(self, count: int) -> ExchangedSum | None:
+        if not self._sums_fit(4 * count):
+            return None
+        return self.layout.sum_of(count, scattered=self.scatters(4 * count))
 
     def described(self) -> str:
         return f"{self.name}: {self.in_windows} made in peer memory, {self.by_beyond} beyond"
@@ -407,6 +470,7 @@ def _place_of(process: bool) -> bytes:
 Words = npt.NDArray[np.uint64]
 _VALUE = np.uint64(0xFFFFFFFF)
 _EPOCH = np.uint64(32)
+_NAN = np.uint32(0x7FC00000)
 
 
 def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
@@ -414,59 +478,97 @@ def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
     layout, group = made.layout, made.group
     size = layout.ranks
 
+    class Windows:
+        """The windows, for a launch of `blocks` blocks."""
+
+        def __init__(self, launch: Any, table: Words, blocks: int, rank: int) -> None:
+            windows = [launch.memory(int(table[r]), layout.nbytes) for r in range(size)]
+            self._halves = [
+                window.view(np.uint64)[layout.header :][: 2 * size * layout.words].reshape(
+                    2, size, layout.blocks, _BLOCK
+                )
+                for window in windows
+            ]
+            self._rank, self._place = rank, np.arange(blocks)
+            self._counters = windows[rank].view(np.uint32)[:blocks]
+            self.lost = launch.memory(int(table[size]), 4).view(np.uint32)
+            self.epochs = self._counters.copy()
+
+        def swap(self, sent: Any, wanted: int) -> tuple[list[Any], bool]:
+            """Sends `sent[r]`, [blocks, _BLOCK] of 4 bytes, to each rank r.  Returns what each
+            sent, of which the first `wanted` values have come, and whether all did."""
+            self.epochs += np.uint32(1)
+            rank, parity = self._rank, self.epochs & 1
+            epochs = self.epochs.astype(np.uint64)[:, None]
+            for r in range(size):
+                words = sent[r].view(np.uint32) | (epochs << _EPOCH)
+                if r != rank:
+                    self._halves[r][parity, rank, self._place] = words
+            found: list[Any] = []
+            for r in range(size):
+                got, pause = sent[rank].view(np.uint32), 0.00002
+                while r != rank:
+                    words = self._halves[rank][parity, r, self._place]
+                    if ((words >> _EPOCH) == epochs).reshape(-1)[:wanted].all():
+                        got = (words & _VALUE).astype(np.uint32)
+                        break
+                    if self.lost[0]:
+                        return [np.full_like(got, _NAN)] * size, False
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.001)
+                found.append(got)
+            return found, True
+
+        def end(self) -> None:
+            self._counters[...] = self.epochs
+            if not self.lost[0]:
+                group.note_progress()
+
     def exchanged(launch: Any, table: Words, values: Any, rank: int) -> list[Any]:
         """Returns every rank's values of 4 bytes."""
         count = len(values)
         blocks = -(-count // _BLOCK)
-        windows = [launch.memory(int(table[r]), layout.nbytes) for r in range(size)]
-        counters = windows[rank].view(np.uint32)[:blocks]
-        halves = [
-            window.view(np.uint64)[layout.header : layout.header + 2 * size * layout.words].reshape(
-                2, size, layout.blocks, _BLOCK
-            )
-            for window in windows
-        ]
-        epochs = counters + np.uint32(1)
-        parity, place = epochs & 1, np.arange(blocks)
-        words = np.zeros(blocks * _BLOCK, np.uint64)
-        words[:count] = values.view(np.uint32)
-        words = words.reshape(blocks, _BLOCK) | (epochs.astype(np.uint64) << _EPOCH)[:, None]
-        for r in range(size):
-            if r != rank:
-                halves[r][parity, rank, place] = words
-        lost = launch.memory(int(table[size]), 4).view(np.uint32)
-        found: list[Any] = []
-        for r in range(size):
-            got, pause = words, 0.00002
-            while r != rank:
-                got = halves[rank][parity, r, place]
-                if ((got >> _EPOCH) == epochs[:, None]).reshape(-1)[:count].all():
-                    break
-                if lost[0]:
-                    got = np.full_like(got, 0x7FC00000)
-                    break
-                time.sleep(pause)
-                pause = min(2 * pause, 0.001)
-            found.append((got & _VALUE).astype(np.uint32).reshape(-1)[:count].view(values.dtype))
-        counters[...] = epochs
-        if not lost[0]:
-            group.note_progress()
-        return found
+        sent = np.zeros((blocks, _BLOCK), values.dtype)
+        sent.reshape(-1)[:count] = values
+        windows = Windows(launch, table, blocks, rank)
+        found, _ = windows.swap([sent] * size, count)
+        windows.end()
+        return [one.reshape(-1)[:count].view(values.dtype) for one in found]
 
-    @host_kernel(_SIGNATURES["exchange_accumulate"])
-    def exchange_accumulate(
-        launch: Any, order: Any, target: Any, partial: Any, table: Words, count: int, rank: int
-    ) -> None:
-        total = summed(exchanged(launch, table, partial[:count], rank))
-        with np.errstate(all="ignore"):
-            target[:count] += total
-        partial[:count] = 0
+    def whole_sum(launch: Any, table: Words, values: Floats, rank: int) -> Floats:
+        return summed(exchanged(launch, table, values, rank))
 
-    @host_kernel(_SIGNATURES["exchange_reduce"])
-    def exchange_reduce(
-        launch: Any, order: Any, source: Any, out: Any, table: Words, count: int, rank: int
-    ) -> None:
-        out[:count] = summed(exchanged(launch, table, source[:count], rank))
+    def scattered_sum(launch: Any, table: Words, values: Floats, rank: int) -> Floats:
+        count = len(values)
+        blocks = -(-count // (size * _BLOCK))
+        sent = np.zeros((blocks, size, _BLOCK), np.float32)
+        sent.reshape(-1)[:count] = values
+        windows = Windows(launch, table, blocks, rank)
+        wanted = blocks * _BLOCK
+        parts, whole = windows.swap([np.ascontiguousarray(sent[:, r]) for r in range(size)], wanted)
+        if whole:
+            total = summed([part.view(np.float32) for part in parts])
+            parts, _ = windows.swap([total] * size, wanted)
+        windows.end()
+        return np.stack(parts, 1).reshape(-1)[:count].view(np.float32)
+
+    def sums(kind: str, sum_of: Callable[..., Floats]) -> tuple[HostKernel, HostKernel]:
+        def accumulate(
+            launch: Any, order: Any, target: Any, partial: Any, table: Words, count: int, rank: int
+        ) -> None:
+            total = sum_of(launch, table, partial[:count], rank)
+            with np.errstate(all="ignore"):
+                target[:count] += total
+            partial[:count] = 0
+
+        def reduce(
+            launch: Any, order: Any, source: Any, out: Any, table: Words, count: int, rank: int
+        ) -> None:
+            out[:count] = sum_of(launch, table, source[:count], rank)
+
+        accumulate.__name__, reduce.__name__ = f"{kind}_accumulate", f"{kind}_reduce"
+        one, other = (host_kernel(_SIGNATURES[f.__name__])(f) for f in (accumulate, reduce))
+        return one, other
 
     @host_kernel(_SIGNATURES["exchange_gather"])
     def exchange_gather(
@@ -483,5 +585,5 @@ def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
         for r, part in enumerate(exchanged(launch, table, source[:count], rank)):
             into[:, r] = part.reshape(-1, width)
 
-    found = (exchange_accumulate, exchange_reduce, exchange_gather)
+    found = (*sums("exchange", whole_sum), *sums("scattered", scattered_sum), exchange_gather)
     return {kernel.name: kernel for kernel in found}

@@ -32,6 +32,7 @@ from ostinato import GraphCache, GraphExec, MemoryRange, Stream
 from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
+    GroupError,
     InputError,
     NotAvailableError,
     NotHeldError,
@@ -303,6 +304,10 @@ class Graphed(Guarded, Closeable):
             line, pending = self._free(line, key)
         work = self._decided(line, given, pending)
         decision, made = work.decision, work.made
+        if line.together and line.ranks is not None and work.made is None and not work.ran:
+            # A replay would have compared nothing: the other ranks may be in one.
+            line.ranks.agree("runs it eagerly")
+            line.together = not line.reason
         if decision is None:
             return EAGER
         if work.slow and self._hot:
@@ -991,6 +996,7 @@ class _Work(Work):
             return
         subject.turns.take()
         seeded, drawn = library.seeding(), subject.drawing()
+        heard = library.heard(door, door.name)
         run = partial(door._function, *given.args, **given.kwargs)
         replayed = options.gradients == "replay"
         if replayed and library.live() is not None:
@@ -998,8 +1004,19 @@ class _Work(Work):
             result = self.result = run()
         else:
             result = self.result = library.run_beside(run)
+        line.ranks = heard()
+        if line.ranks is not None:
+            line.ranks.agree("runs it for the first time")
         needed = library.wants_gradient(result)
         line.differentiated = needed and replayed
+        if line.differentiated and line.ranks is not None:
+            door._give_up(
+                line,
+                "its result needs gradients, and it communicates between ranks, which would have "
+                "to agree on each backward too: graph the whole training step, and return "
+                "loss.detach()",
+            )
+            return
         if needed and not replayed:
             why = door._give_up(
                 line,
@@ -1070,9 +1087,28 @@ class _Work(Work):
     # --- graphs
     def build(self) -> GraphExec:
         self.ran = True
-        door, line, given, subject = self.door, self.call, self.given, self.door._subject
+        line, subject = self.call, self.door._subject
         if line.parent is not None:
             return self._build_chain(line.parent)
+        if line.ranks is not None:
+            line.together = False
+            made = line.ranks.together(self._build, self._messages, subject.not_graphable)
+            line.together = True
+            return made
+        made = self._build()
+        if self._messages(made):
+            made.close()
+            raise subject.not_graphable(
+                "it communicates with other processes in a way that is not counted (send, recv), "
+                "so that ranks cannot agree on a graph of it"
+            )
+        return made
+
+    def _messages(self, made: GraphExec) -> str:
+        return "\n".join(self.door._library.messages(made.graph))
+
+    def _build(self) -> GraphExec:
+        door, line, given, subject = self.door, self.call, self.given, self.door._subject
         kept = subject.keep(given)
         try:
             graph, captured = door._maker.make(line, given, kept)
@@ -1139,7 +1175,7 @@ class _Work(Work):
 
     def failed(self, error: Exception) -> tuple[Reason, str] | None:
         door = self.door
-        if isinstance(error, Raised):
+        if isinstance(error, Raised | GroupError):
             return None
         if (
             isinstance(error, WaitsForDevice)

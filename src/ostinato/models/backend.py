@@ -128,6 +128,10 @@ class Backend(Protocol):
         """True if `bind` accepts the products of `sharding.exchanging_products` for such steps."""
         return False
 
+    def carries_sums(self, model: DeviceModel, rows: int) -> bool:
+        """True if `bind` accepts the sums of `sharding.carrying_sums` for such steps."""
+        return False
+
     def bind(
         self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int
     ) -> tuple[BoundCall, ...]:

@@ -275,6 +275,8 @@ class Decoder(Closeable):
                 self._gather = self._ranks.gather_logits(self.plan)
                 if (sums := self._ranks.collectives.sums(self.config.hidden)) is not None:
                     self.plan.buffers["sums"] = sums
+                if (windows := self._ranks.collectives.windows) is not None:
+                    self.plan.buffers["windows"] = windows
             self._steps = StepGraphs(
                 device,
                 self.backend,

@@ -120,6 +120,9 @@ OF_RANKS = {"output_residual": "output_of_ranks", "down_residual": "down_of_rank
 """Products whose results are summed over all ranks, each with the name of the kernel that computes
 the product and this sum."""
 
+CARRYING_SUM = "residual_of_ranks"
+"""The kernel of a sum over all ranks that also writes the next product's inputs."""
+
 _LIVE = "live: *const i32, "
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, "
 _CACHED = _HEADS + "sequences: u32, context: u32, "

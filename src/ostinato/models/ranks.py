@@ -31,6 +31,7 @@ from ostinato.models.sharding import (
     COLLECTIVES,
     BoundCollective,
     Sharding,
+    carrying_sums,
     exchanging_products,
     shard_program,
 )
@@ -69,12 +70,16 @@ class Ranks:
         return shard_program(one, self.sharding, whole_logits=whole_logits, last_row=last_row)
 
     def with_collectives(
-        self, program: Sequence[KernelCall], rows: int, *, by_products: bool
+        self, program: Sequence[KernelCall], rows: int, *, by_products: bool, carried: bool
     ) -> tuple[KernelCall | BoundCall, ...]:
         """Returns the program with its collectives bound to the group.  `by_products`: the kernels
-        of products compute the sums over all ranks themselves."""
+        of products compute the sums over all ranks themselves.  `carried`: the kernels of sums
+        write the inputs of the next product, where sums of these rows are in the ranks' memory."""
+        exchanged = self.collectives.exchanged_sum(rows * self.sharding.whole.hidden)
         if by_products:
             program = exchanging_products(program, self.sharding)
+        elif carried and exchanged is not None:
+            program = carrying_sums(program, self.sharding, exchanged)
         return tuple(
             BoundCollective(call, self.collectives, rows, self._programmatic(call, rows))
             if call.kernel in COLLECTIVES
@@ -86,12 +91,9 @@ class Ranks:
         """True if the collective is one kernel that supports programmatic launch."""
         source = dict(call.arguments).get("source")
         if call.kernel == "accumulate":
-            nbytes = 4 * rows * self.sharding.whole.hidden
-        elif isinstance(source, BufferArgument) and source.name == "key_parts":
-            nbytes = 8 * rows
-        else:
-            return False
-        return self.collectives.programmatic(nbytes)
+            return self.collectives.programmatic(4 * rows * self.sharding.whole.hidden)
+        keys = isinstance(source, BufferArgument) and source.name == "key_parts"
+        return keys and self.collectives.programmatic(8 * rows, gathers=True)
 
     def gather_logits(self, plan: BufferPlan) -> tuple[Operation, ...]:
         """Returns the operations that collect all ranks' logits on this rank."""

@@ -39,10 +39,18 @@ from ostinato.models.backend import Buffers, Resolve
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
-from ostinato.models.program import OF_RANKS, BufferArgument, CallArgument, KernelCall, kernel_call
+from ostinato.models.program import (
+    CARRYING_SUM,
+    OF_RANKS,
+    BufferArgument,
+    CallArgument,
+    KernelCall,
+    kernel_call,
+)
 
 if TYPE_CHECKING:
     from ostinato.distributed import Collectives
+    from ostinato.distributed.collectives import ExchangedSum
 
 COLLECTIVES = ("accumulate", "all_gather")
 """Calls of a program that the group's collectives implement, not the backend's kernels."""
@@ -317,6 +325,36 @@ def exchanging_products(
         del given["workspace"]
         given |= {"rank": sharding.rank, "ranks": sharding.size}
         calls.append(kernel_call(OF_RANKS[product.kernel], **given))
+    return tuple(calls)
+
+
+def carrying_sums(
+    program: Sequence[KernelCall], sharding: Sharding, exchanged: ExchangedSum
+) -> tuple[KernelCall, ...]:
+    """Returns a rank's program in which each `accumulate` is a kernel that also writes the inputs
+    of the next product, as `exchanged` says."""
+    calls: list[KernelCall] = []
+    for call in program:
+        if call.kernel == "accumulate":
+            given, product = dict(call.arguments), calls[-1]
+            of = dict(product.arguments)
+            call = kernel_call(
+                CARRYING_SUM,
+                live=of["live"],
+                x=given["target"],
+                partial=given["partial"],
+                windows=BufferArgument("windows"),
+                half=int(product.kernel == "down_residual"),
+                row_count=of["row_count"],
+                hidden=of["hidden"],
+                rank=sharding.rank,
+                ranks=sharding.size,
+                blocks=exchanged.blocks,
+                words=exchanged.words,
+                header=exchanged.header,
+                scattered=int(exchanged.scattered),
+            )
+        calls.append(call)
     return tuple(calls)
 
 

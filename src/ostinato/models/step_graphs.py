@@ -283,7 +283,12 @@ class StepGraphs:
         by_products = "sums" in self._plan.buffers and self._backend.exchanges_sums(
             self._model, rows
         )
-        calls = self._ranks.with_collectives(program, rows, by_products=by_products)
+        calls = self._ranks.with_collectives(
+            program,
+            rows,
+            by_products=by_products,
+            carried=self._backend.carries_sums(self._model, rows),
+        )
         return self._backend.bind(calls, self._model, rows)
 
     def _operations(

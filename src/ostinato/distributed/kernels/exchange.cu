@@ -3,7 +3,7 @@
 //
 // A window begins with a counter for each block (`epochs`); the words of two exchanges follow:
 //
-//     words[epoch % 2][rank][block][2 * THREADS]        (words.cuh)
+//     words[epoch % 2][rank][block][2 * EXCHANGE_THREADS]        (words.cuh)
 //
 // Block b of a rank exchanges with block b of every other rank, and with no other block.  Its counter
 // is the number of its exchanges.  All ranks launch the same grids in the same order, so the counter is
@@ -19,10 +19,17 @@
 // than two exchanges of its block: when epochs repeat after 2^32 exchanges, no word of the previous
 // round is left.
 //
+// A sum is one exchange, in which every rank sends its values to all others, or two ("scattered"), in
+// which it sends each rank a part of them, and then the sum of its own part to all.  With R ranks the
+// first sends R - 1 times the values, the second 2 (R - 1) / R times.  The order of additions, hence the
+// bits, are the same.  In the first exchange of the two, a thread waits for the words of all ranks, also
+// unused ones: only then may it send those of the second.
+//
 // A wait also ends when the word at `lost` is not 0: the host of this rank sets it if the group fails.
 // The results are NaN then, and the group's memory is not used for another exchange.
 //
 // All blocks of a grid must be resident at once, on all ranks: the caller keeps grids that small.
+
 #include "words.cuh"
 
 #ifndef EMULATED  // tests compile this file as C++ and define these otherwise
@@ -38,111 +45,104 @@ DEVICE void start_next() {}
 #endif
 #endif
 
-// Exchanges two values of each thread: those at `first`, 2 * (the thread's number in the grid).
-// `table`: addresses of all ranks' windows, of `lost`, and of this rank's window again.  `wanted`: how
-// many of the two values are among the first `count`; with 0 the thread only sends.  `values`: the two
-// values of every rank.
-struct Exchange {
-    u64* windows[RANKS];
-    u64* own;
-    const u32* lost;
-    u32 rank, first, wanted, epoch;
-    u32 values[RANKS][2];
-
-    // May run before the wait: the table never changes.
-    DEVICE Exchange(const u64* table, u32 count, u32 rank)
-        : rank(rank),
-          first(2 * (blockIdx.x * THREADS + threadIdx.x)),
-          wanted(first < count ? min(count - first, 2u) : 0) {
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(table[r]);
-        lost = reinterpret_cast<const u32*>(table[RANKS]);
-        own = reinterpret_cast<u64*>(table[RANKS + 1]);
-    }
-    DEVICE u32* counter() const { return reinterpret_cast<u32*>(own) + blockIdx.x; }
-
-    DEVICE void run(u32 one, u32 other) {
-        epoch = load_fresh(counter()) + 1;
-        const u64 half = EPOCH_WORDS + static_cast<u64>(epoch & 1) * RANKS * WORDS + first;
-        const u64 mine = half + static_cast<u64>(rank) * WORDS;
-        const u64 words[2] = {word_of(one, epoch), word_of(other, epoch)};
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++)
-            if (r != rank) send_words(windows[r] + mine, words[0], words[1]);
-        if (wanted) receive_from_ranks(values, rank, one, other, own + half, WORDS, epoch, lost);
-    }
-    DEVICE float sum(u32 i) const { return sum_of_ranks(values, i); }
-    // Called last, by every thread of the block.
-    DEVICE void end() {
-        __syncthreads();
-        if (threadIdx.x == 0) *counter() = epoch;
-    }
-};
+#include "exchange.cuh"
 
 // target += the sum of every rank's `partial`; partial = 0.
-KERNEL __launch_bounds__(THREADS)
-    exchange_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
-                        u32 rank) {
-    Exchange exchange(table, count, rank);
+template <bool SCATTERED>
+DEVICE void accumulate(float* target, float* partial, const u64* table, u32 count, u32 rank) {
+    Exchange exchange(table, rank);
+    const ExchangedPairs<SCATTERED> pairs{count};
     wait_for_previous();
     start_next();
-    const u32 first = exchange.first, wanted = exchange.wanted;
-    float own[2] = {}, before[2] = {};
+    float sums[pairs.COUNT][2] = {}, before[pairs.COUNT][2] = {};
 #pragma unroll
-    for (u32 i = 0; i < 2; i++)
-        if (i < wanted) {
-            own[i] = load_fresh(partial + first + i);
-            before[i] = load_fresh(target + first + i);
-        }
-    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]));
+    for (u32 p = 0; p < pairs.COUNT; p++)
 #pragma unroll
-    for (u32 i = 0; i < 2; i++)
-        if (i < wanted) {
-            target[first + i] = __fadd_rn(before[i], exchange.sum(i));
-            partial[first + i] = 0.0f;
-        }
+        for (u32 i = 0; i < 2; i++)
+            if (i < pairs.wanted(p)) {
+                sums[p][i] = load_fresh(partial + pairs.at(p) + i);
+                before[p][i] = load_fresh(target + pairs.at(p) + i);
+            }
+    exchange.begin();
+    pairs.sum(exchange, sums);
+#pragma unroll
+    for (u32 p = 0; p < pairs.COUNT; p++)
+#pragma unroll
+        for (u32 i = 0; i < 2; i++)
+            if (i < pairs.wanted(p)) {
+                target[pairs.at(p) + i] = __fadd_rn(before[p][i], sums[p][i]);
+                partial[pairs.at(p) + i] = 0.0f;
+            }
     exchange.end();
+}
+
+KERNEL __launch_bounds__(EXCHANGE_THREADS)
+    exchange_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
+                        u32 rank) {
+    accumulate<false>(target, partial, table, count, rank);
+}
+KERNEL __launch_bounds__(EXCHANGE_THREADS)
+    scattered_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
+                         u32 rank) {
+    accumulate<true>(target, partial, table, count, rank);
 }
 
 // out = the sum of every rank's `source`.
-KERNEL __launch_bounds__(THREADS)
-    exchange_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
-                    u32 rank) {
-    Exchange exchange(table, count, rank);
+template <bool SCATTERED>
+DEVICE void reduce(const float* source, float* out, const u64* table, u32 count, u32 rank) {
+    Exchange exchange(table, rank);
+    const ExchangedPairs<SCATTERED> pairs{count};
     wait_for_previous();
     start_next();
-    const u32 first = exchange.first, wanted = exchange.wanted;
-    float own[2] = {};
+    float sums[pairs.COUNT][2] = {};
 #pragma unroll
-    for (u32 i = 0; i < 2; i++)
-        if (i < wanted) own[i] = load_fresh(source + first + i);
-    exchange.run(__float_as_uint(own[0]), __float_as_uint(own[1]));
+    for (u32 p = 0; p < pairs.COUNT; p++)
 #pragma unroll
-    for (u32 i = 0; i < 2; i++)
-        if (i < wanted) out[first + i] = exchange.sum(i);
+        for (u32 i = 0; i < 2; i++)
+            if (i < pairs.wanted(p)) sums[p][i] = load_fresh(source + pairs.at(p) + i);
+    exchange.begin();
+    pairs.sum(exchange, sums);
+#pragma unroll
+    for (u32 p = 0; p < pairs.COUNT; p++)
+#pragma unroll
+        for (u32 i = 0; i < 2; i++)
+            if (i < pairs.wanted(p)) out[pairs.at(p) + i] = sums[p][i];
     exchange.end();
 }
 
+KERNEL __launch_bounds__(EXCHANGE_THREADS)
+    exchange_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
+                    u32 rank) {
+    reduce<false>(source, out, table, count, rank);
+}
+KERNEL __launch_bounds__(EXCHANGE_THREADS)
+    scattered_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
+                     u32 rank) {
+    reduce<true>(source, out, table, count, rank);
+}
+
 // out[line][rank] = source[line] of that rank; `count` values of 4 bytes, `width` in a line.
-KERNEL __launch_bounds__(THREADS)
+KERNEL __launch_bounds__(EXCHANGE_THREADS)
     exchange_gather(u32* order, const u32* source, u32* out, const u64* table, u32 count, u32 width,
                     u32 rank) {
-    Exchange exchange(table, count, rank);
+    Exchange exchange(table, rank);
+    const ExchangedPairs<false> pairs{count};
     wait_for_previous();
     start_next();
-    const u32 first = exchange.first, wanted = exchange.wanted;
-    u32 own[2] = {};
+    const u32 first = pairs.at(0), wanted = pairs.wanted(0);
+    u32 own[2] = {}, values[RANKS][2];
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) own[i] = load_fresh(source + first + i);
-    exchange.run(own[0], own[1]);
+    exchange.begin();
+    exchange.gather(values, own[0], own[1], wanted > 0);
 #pragma unroll
     for (u32 i = 0; i < 2; i++)
         if (i < wanted) {
             const u32 line = (first + i) / width, place = (first + i) % width;
 #pragma unroll
             for (u32 r = 0; r < RANKS; r++)
-                out[(static_cast<u64>(line) * RANKS + r) * width + place] = exchange.values[r][i];
+                out[(static_cast<u64>(line) * RANKS + r) * width + place] = values[r][i];
         }
     exchange.end();
 }

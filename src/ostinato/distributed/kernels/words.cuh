@@ -35,9 +35,9 @@ constexpr u32 NOT_A_NUMBER = 0x7fc00000u;
 DEVICE u64 word_of(u32 value, u32 epoch) { return static_cast<u64>(epoch) << 32 | value; }
 
 // Waits for every rank's two words of this epoch at `from` + rank * `stride`, and returns their values.
-// The values of rank `known` are `one` and `other` (RANKS: no rank is known).  All values are NaN once the
-// word at `lost` is not 0.
-DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, u32 one, u32 other, const u64* from,
+// The values of rank `known` are `one` and `other` (RANKS: no rank is known).  All values are NaN, and the
+// result is false, once the word at `lost` is not 0.
+DEVICE bool receive_from_ranks(u32 (&values)[RANKS][2], u32 known, u32 one, u32 other, const u64* from,
                                u64 stride, u32 epoch, const u32* lost) {
     bool all = false;
     for (u32 polls = 1; !all; polls++) {
@@ -60,9 +60,10 @@ DEVICE void receive_from_ranks(u32 (&values)[RANKS][2], u32 known, u32 one, u32 
         if (!all && polls % POLLS == 0 && told_by_host(lost)) {
 #pragma unroll
             for (u32 r = 0; r < RANKS; r++) values[r][0] = values[r][1] = NOT_A_NUMBER;
-            all = true;
+            return false;
         }
     }
+    return true;
 }
 
 // Adds in the order of ranks, so that all ranks compute the same bits.

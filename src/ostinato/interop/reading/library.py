@@ -13,6 +13,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.chains import ChainBuilder, KeepingLibrary
 from ostinato.interop.reading.objects import WatchingLibrary
 from ostinato.interop.reading.padding import Padding
+from ostinato.interop.reading.together import Agreement
 from ostinato.lowlevel import new_lock
 from ostinato.settings import blocking_captures, graphs_enabled
 from ostinato.step import Buckets, CaptureLimits
@@ -212,6 +213,16 @@ class Library(WatchingLibrary, KeepingLibrary, Protocol):
     def ranks(self) -> bool:
         """True if other processes may have to take part in a run."""
         return False
+
+    def heard(self, function: Any, name: str) -> Callable[[], Agreement | None]:
+        """Begins to note communication with other processes.  The returned function says with which
+        ranks there was some since; None if there was none.  `function`: its graphs are dropped by
+        `forget()` before these ranks part."""
+        return lambda: None
+
+    def messages(self, graph: Graph) -> Sequence[str]:
+        """Returns the names of the nodes of a graph that communicate with other processes."""
+        return ()
 
     @property
     def chain(self) -> RunChain | None:

@@ -12,6 +12,7 @@ from ostinato.interop.reading.chains import Chain
 from ostinato.interop.reading.guards import Seen
 from ostinato.interop.reading.moves import Moves
 from ostinato.interop.reading.padding import DynamicAxis
+from ostinato.interop.reading.together import Agreement
 from ostinato.interop.reading.trees import Tree
 from ostinato.lowlevel import Call
 
@@ -213,6 +214,10 @@ class Line(Call):
     """The chains of its calls; None if its calls do not wait for the device."""
     parent: Line | None = None
     """The line of the key, for one of its chains."""
+    ranks: Agreement | None = None
+    """The ranks with which its calls communicate."""
+    together: bool = False
+    """True if all these ranks have a graph of it."""
     unmatched: int = 0
     """Replays that went by the key; a short way is tried when the count is a power of two."""
 

@@ -19,10 +19,12 @@ from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
+from ostinato.interop.reading.together import Agreement
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
 from ostinato.interop.torch.gradients import Capturer, Differentiated, memory_of
 from ostinato.interop.torch.plans import ended, require_room
+from ostinato.interop.torch.ranks import heard, messages
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
@@ -480,6 +482,12 @@ class Torch:
     def ranks(self) -> bool:
         distributed = torch.distributed
         return bool(distributed.is_available() and distributed.is_initialized())
+
+    def heard(self, function: Any, name: str) -> Callable[[], Agreement | None]:
+        return heard(function, name) if self.ranks else lambda: None
+
+    def messages(self, graph: Graph) -> list[str]:
+        return messages(graph) if self.ranks else []
 
     def chain(
         self, work: Callable[[Stream], Any], parts: ChainBuilder

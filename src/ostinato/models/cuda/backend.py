@@ -236,6 +236,10 @@ class CudaBackend:
         apart = shapes.without_block(self._tuning(model, rows), config, multiprocessors=count)
         return Lowering(config, rows, apart, model.formats, count).exchanges_sums()
 
+    def carries_sums(self, model: DeviceModel, rows: int) -> bool:
+        """True if our own products read rounded inputs, as they do in steps of several rows."""
+        return not self._multiplies(model, rows) and self._tuning(model, rows).tiles
+
     def bind(
         self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int
     ) -> tuple[BoundCall, ...]:

@@ -65,6 +65,7 @@ from ostinato.models.cuda.shapes import (
 )
 from ostinato.models.program import (
     ABSENT,
+    CARRYING_SUM,
     DRAFT_KEY,
     MOST_BIASES,
     MOST_LOGPROBS,
@@ -96,6 +97,7 @@ _FILES = {
     **dict.fromkeys((*PRODUCT_CALLS, *_OF_ONE), "matvec"),
     **dict.fromkeys(("best_of_part", "best_of_ranks"), "shard"),
     "sample_of_ranks": "sample",
+    CARRYING_SUM: "residual",
     "continue_loop": "loop",
     **dict.fromkeys(("draft", "accept"), "lookup"),
     "embed": "step",
@@ -138,6 +140,8 @@ SIGNATURES: dict[str, str] = {
     "scale: f32",
     "output_of_ranks": f"{_LIVE}attended: *const f32, {_OF_RANKS}",
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
+    CARRYING_SUM: f"{_LIVE}x: *f32, partial: *f32, norm: *const f32, next: *out bf16, "
+    "squares: *u64, windows: *u64, half: u32, row_count: u32, hidden: u32, rank: u32",
 }
 """Parameters of the CUDA kernels: those of the host's kernels, with matrices and cache in bfloat16.
 Products of layers also have `later`, the weights that they prefetch; `sample` and `accept` also
@@ -172,7 +176,7 @@ ROUNDED_IN, ROUNDED_INNER = BufferArgument("product_in"), BufferArgument("produc
 """Inputs of products in bfloat16: the attention's result ("output"), the MLP's inner ("down")."""
 CARRIED, SQUARES = BufferArgument("product_next"), BufferArgument("product_squares")
 """The residual times the next norm's weights, and its sums of squares (linear.cuh)."""
-_CARRYING = ("rounded_output", "rounded_down")
+_CARRYING = ("rounded_output", "rounded_down", CARRYING_SUM)
 ROW_THREADS = 128
 """Threads of the blocks in pieces.cu that compute a part of a row."""
 _MAX_NORM_THREADS = 512
@@ -224,7 +228,8 @@ def lower(
         config, rows=rows, context=context, multiprocessors=multiprocessors
     )
     if formats or not all(
-        isinstance(call, KernelCall) and call.kernel not in _OF_ONE for call in program
+        isinstance(call, KernelCall) and call.kernel not in (*_OF_ONE, CARRYING_SUM)
+        for call in program
     ):
         # attention_block reads only bfloat16, and leaves the residual in parts.
         chosen = without_block(chosen, config, multiprocessors=multiprocessors)
@@ -321,9 +326,9 @@ def _source(
         signatures = {k: _PACKED.sub(r"\1: *const u8", v) for k, v in signatures.items()}
     if not of_ranks:
         return source_of(name, signatures)
-    from ostinato.distributed.exchange import words_header
+    from ostinato.distributed.exchange import exchange_headers
 
-    return source_of(name, signatures, words_header())
+    return source_of(name, signatures, exchange_headers())
 
 
 def source_of(
@@ -473,6 +478,14 @@ class Lowering:
                     found["PACKED"] = 1
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
+        elif kernel == CARRYING_SUM:
+            from ostinato.distributed.exchange import THREADS
+
+            found = {k: v for k, v in shape.items() if k != "ROWS"}  # all steps share the kernel
+            found |= {"RANKS": given["ranks"], "EXCHANGE_THREADS": THREADS}
+            found |= {
+                f"EXCHANGE_{name.upper()}": given[name] for name in ("words", "header", "scattered")
+            }
         elif kernel == "attention":
             names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED", "PANELS")
             found = {k: shape[k] for k in names if k in shape}
@@ -601,6 +614,13 @@ class Lowering:
         if call.kernel == "attention":
             given["attended"] = ROUNDED_IN
             return [self.launch([replace(call, arguments=tuple(given.items()))], after=after)]
+        carried: dict[str, CallArgument] = {"norm": ABSENT, "next": ABSENT, "squares": ABSENT}
+        if isinstance(before, KernelCall) and self._normed(before):
+            norm = dict(before.arguments)["norm"]
+            carried = {"norm": norm, "next": CARRIED, "squares": SQUARES}
+        if call.kernel == CARRYING_SUM:
+            arguments = tuple((given | carried).items())
+            return [self.launch([replace(call, arguments=arguments)], after=after)]
         kernel = ROUNDED_CALLS.get(call.kernel)
         if kernel is None or not self.tuning.tiles:
             return [self.launch(calls, after=after)]
@@ -608,10 +628,7 @@ class Lowering:
         given["later"] = ABSENT
         if kernel in _CARRYING:
             given["rounded"] = ROUNDED_IN if kernel == "rounded_output" else ROUNDED_INNER
-            given |= {"norm": ABSENT, "next": ABSENT, "squares": ABSENT}
-            if isinstance(before, KernelCall) and self._normed(before):
-                norm = dict(before.arguments)["norm"]
-                given |= {"norm": norm, "next": CARRIED, "squares": SQUARES}
+            given |= carried
         else:
             given |= {"rounded": CARRIED, "squares": SQUARES, "out": ROUNDED_INNER}
             if after not in _CARRYING:
@@ -680,20 +697,29 @@ class Lowering:
         return CudaLaunch(
             kernel,
             _source(
-                _FILES.get(kernel, kernel), packing is not None, kernel in _OF_ONE, self.rounds
+                _FILES.get(kernel, kernel),
+                packing is not None,
+                kernel in _OF_ONE or kernel == CARRYING_SUM,
+                self.rounds,
             ),
             CompileOptions(
                 defines=tuple(self.macros(kernel, arguments, packing).items()),
                 arch=self.arch(kernel, packing),
             ),
-            self.launch_config(kernel, packing, programmatic=programmatic),
+            self.launch_config(kernel, packing, arguments, programmatic=programmatic),
             tuple((name, arguments[name]) for name in names),
             len(calls),
         )
 
     def launch_config(
-        self, kernel: str, packing: _Packing = None, *, programmatic: bool
+        self,
+        kernel: str,
+        packing: _Packing = None,
+        given: Mapping[str, CallArgument] | None = None,
+        *,
+        programmatic: bool,
     ) -> LaunchConfig:
+        """Returns the shape of a launch.  `given`: the call's arguments, for a sum over ranks."""
         c = self.config
         kernel = _OF_ONE.get(kernel, kernel)
         grid: tuple[int, int, int] = (self.rows, 1, 1)
@@ -726,6 +752,11 @@ class Lowering:
             # A thread has four pairs of a head, and all threads of a head are in one warp.
             lanes = power_of_two_from(c.head_size // 8) * (c.heads + 2 * c.kv_heads)
             grid, threads = (-(-lanes // _ROPE_THREADS), self.rows, 1), _ROPE_THREADS
+        elif kernel == CARRYING_SUM:
+            from ostinato.distributed.exchange import THREADS
+
+            assert given is not None and isinstance(given["blocks"], int)
+            grid, threads = (given["blocks"], 1, 1), THREADS
         elif kernel == "continue_loop":
             grid, threads = (1, 1, 1), MAX_ROWS
         elif kernel in ("draft", "accept"):

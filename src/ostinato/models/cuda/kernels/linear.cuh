@@ -194,7 +194,7 @@ template <int WIDTH> struct ResidualProduct {
     }
 };
 
-#ifdef RANKS
+#ifdef SUM_SLOTS
 #include "words.cuh"
 
 // Like ResidualProduct, for a rank that has a part of the inputs; adds the sums of all ranks.  `finish`

@@ -1,0 +1,118 @@
+"""torch.distributed: which ranks a function communicates with, and when their group ends."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ostinato import Graph, NodeKind
+from ostinato.interop.reading.together import Agreement
+from ostinato.lowlevel import every_node
+from ostinato.settings import group_deadline
+
+_users: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+"""The functions whose graphs may hold messages of a process group, by its name."""
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers of agreements, by the name of a process group: a group made again may have the store of
+the one before."""
+
+
+class _Texts:
+    """Texts in a store of torch.distributed."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, name: str, text: str, /) -> None:
+        self._store.set(name, text)
+
+    def get(self, name: str, seconds: float, /) -> str | None:
+        try:
+            self._store.wait([name], timedelta(seconds=seconds))
+        except torch.distributed.DistError:
+            return None
+        found: bytes = self._store.get(name)
+        return found.decode()
+
+
+def heard(function: Any, name: str) -> Callable[[], Agreement | None]:
+    """Begins to note which process groups communicate.  The returned function returns an agreement
+    of their ranks, or None if none did: of the one group, or of all ranks if several did.
+
+    `function`: what forgets its graphs, by `forget()`, before the group ends."""
+    before = _sequence_numbers()
+
+    def found() -> Agreement | None:
+        groups = [group for group, n in _sequence_numbers().items() if before.get(group, 0) != n]
+        if not groups:
+            return None
+        distributed = torch.distributed
+        group = groups[0] if len(groups) == 1 else distributed.group.WORLD
+        for each in groups:
+            _users[each.group_name].add(function)
+        _watch_ends()
+        number = next(_numbers[group.group_name])
+        store = distributed.PrefixStore(f"ostinato/{number}", _world().pg_map[group][1])
+        return Agreement(
+            _Texts(store),
+            distributed.get_rank(group),
+            distributed.get_process_group_ranks(group),
+            name=name,
+            deadline=group_deadline(),
+        )
+
+    return found
+
+
+def messages(graph: Graph) -> list[str]:
+    """Returns the names of the kernels of NCCL in a graph, in order."""
+    nodes = every_node(graph.nodes())
+    return [node.name for node in nodes if node.kind is NodeKind.KERNEL and "nccl" in node.name]
+
+
+def _world() -> Any:
+    return torch.distributed.distributed_c10d._world
+
+
+def _sequence_numbers() -> dict[Any, int]:
+    """Returns the number of collectives of each process group of this rank so far."""
+    found: dict[Any, int] = {}
+    for group in _world().pg_map:
+        found[group] = 0
+        for kind in group._device_types:
+            with suppress(RuntimeError):  # of a backend that does not count
+                found[group] += group._get_backend(kind)._get_sequence_number_for_group()
+    return found
+
+
+@functools.cache
+def _watch_ends() -> None:
+    """Lets process groups drop the graphs that hold their messages before they end: NCCL waits for
+    the last of these graphs."""
+    kind: Any = torch.distributed.ProcessGroup
+    for name in ("shutdown", "abort"):
+        if hasattr(kind, name):
+            setattr(kind, name, _dropping(getattr(kind, name)))
+
+
+def _dropping(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def dropping(group: Any, *args: Any, **kwargs: Any) -> Any:
+        functions = [*_users.pop(group.group_name, ())]
+        for function in functions:
+            function.forget()
+        if functions:
+            del functions
+            gc.collect()  # torch's graphs
+        return method(group, *args, **kwargs)
+
+    return dropping
