@@ -79,8 +79,8 @@ class StepBench:
             self.where[name] = gpu.empty((rows, count), np.float32)
         for name, (between, dtype) in rounded_buffers(c, rows).items():
             self.where[name] = gpu.empty(between, dtype)
-        for name in ("logits", "adjusted"):
-            self.where[name] = gpu.empty((sequences, c.vocabulary), np.float32)
+        self.where["logits"] = gpu.empty((sequences, c.vocabulary), np.float32)
+        self.where["kept"] = gpu.empty((sequences, context + MOST_BIASES), np.uint32)
         self.where["history"] = gpu.array(np.zeros((sequences, context), np.int32))
         self.where["rope"] = gpu.array(rope_table(c, context))
         self.where["live"] = gpu.array(np.zeros((rows, 4), np.int32))

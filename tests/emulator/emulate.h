@@ -252,6 +252,16 @@ template <class T, class U> T atomicMax(T* p, U v) {
     *p = old > v ? old : v;
     return old;
 }
+template <class T> T atomicExch(T* p, T v) {
+    const T old = *p;
+    *p = v;
+    return old;
+}
+template <class T, class U> T atomicOr(T* p, U v) {
+    const T old = *p;
+    *p = old | v;
+    return old;
+}
 template <class T> T __ldg(const T* p) { return *p; }
 
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }

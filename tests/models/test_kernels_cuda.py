@@ -774,7 +774,7 @@ def test_the_best_of_ranks_is_that_of_the_host(emulator: Emulator) -> None:
             "state": np.full(4, 77, np.int32),
             "ring": np.full(8, 77, np.int32),
             "history": np.zeros(40, np.int32),
-            "adjusted": np.zeros(1, np.float32),
+            "kept": np.zeros(40, np.uint32),
             "biases": np.zeros(2, np.int32),
             "masks": np.zeros(1, np.uint32),
             "logprobs": np.zeros(1, np.int32),

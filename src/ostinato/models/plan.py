@@ -166,7 +166,7 @@ class BufferPlan:
             "workspace": ((-(-workspace // 4),), f32),
             "history": ((sizes.sequences, sizes.context), i32),
             "logits": ((sizes.sequences, c.vocabulary), f32),
-            "adjusted": ((sizes.sequences, c.vocabulary), f32),
+            "kept": ((sizes.sequences, sizes.context + MOST_BIASES), np.dtype(np.uint32)),
             "biases": ((sizes.sequences, MOST_BIASES, BIAS.itemsize // 4), i32),
             "state": ((sizes.sequences, STATE.itemsize // 4), i32),
             "counter": ((1,), i32),

@@ -128,8 +128,8 @@ _RESIDUAL = (
 )
 _NORMED = _LIVE + "x: *const f32, norm: *const f32, weight: *const f32, "
 _SAMPLED = (
-    _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
-    "history: *const i32, adjusted: *out f32, biases: *const i32, masks: *const u32, "
+    _LIVE + "logits: *f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
+    "history: *const i32, kept: *out u32, biases: *const i32, masks: *const u32, "
     "logprobs: *i32, "
 )
 _OF_RANKS = (

@@ -85,7 +85,6 @@ class Given:
     attended: Floats
     inner: Floats
     logits: Floats
-    adjusted: Floats
     drafted: Ints
     scored: Ints
     scores: Floats
@@ -430,8 +429,7 @@ def sample(a: Given) -> None:
 
     `history`: [sequences, context], the token at each position; penalties apply to those up to the
     row's own.  `biases`: [sequences, MOST_BIASES] of `BIAS`; `masks`: a bit for each token, for
-    rows that are MASKED.  `adjusted`: [sequences, vocabulary], the logits changed by these;
-    `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen if a logit is NaN or the
+    rows that are MASKED.  `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen if a logit is NaN or the
     largest is infinite: the model is broken, and any token would be meaningless.
     """
     settings = a.options.view(OPTIONS)
@@ -449,8 +447,7 @@ def sample(a: Given) -> None:
             biases = a.biases.view(BIAS)[sequence * MOST_BIASES :][:biased]
             seen = a.history[sequence * a.context : sequence * a.context + position + 1]
             allowed = _allowed(a, sequence) if flags & MASKED else None
-            values = a.adjusted[part]
-            values[...] = changed_by(
+            values = changed_by(
                 logits, repetition, frequency, presence, biases, seen, answer, allowed
             )
             best = int(values.argmax())
