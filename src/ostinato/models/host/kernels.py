@@ -429,8 +429,9 @@ def sample(a: Given) -> None:
 
     `history`: [sequences, context], the token at each position; penalties apply to those up to the
     row's own.  `biases`: [sequences, MOST_BIASES] of `BIAS`; `masks`: a bit for each token, for
-    rows that are MASKED.  `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen if a logit is NaN or the
-    largest is infinite: the model is broken, and any token would be meaningless.
+    rows that are MASKED.  `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen
+    if a logit is NaN or the largest is infinite: the model is broken, and any token would be
+    meaningless.
     """
     settings = a.options.view(OPTIONS)
 
