@@ -35,7 +35,8 @@ from ostinato.models import Decoder, SamplingOptions, Tokenizer, TokenMasks
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 
 GREEDY = SamplingOptions()
-_JSON = '{"type": "array", "items": {"type": "object"}}'
+_JSON = '{{"type": "array", "items": {{"type": "object"}}, "minItems": {}}}'
+"""An array that a round does not end: an item is a token or more."""
 _PUNCTUATION = ('{"', '":', '","', '"},', "}]", "[]", "{}", '": "', "\n  ", ", ", ": ", "true")
 _BIASES = 300
 
@@ -161,15 +162,13 @@ class Bench:
         compiler = GrammarCompiler(random_words(vocabulary), vocabulary, [0])
 
         def way(name: str, count: int) -> float:
-            bound = {row: compiler.compile("json_schema", _JSON) for row in range(count)}
+            text = _JSON.format(self.tokens)
+            bound = {row: compiler.compile("json_schema", text) for row in range(count)}
 
             def take(tokens: dict[int, int]) -> None:
                 for row in range(count):
                     over = bound[row].take(tokens[row])
-                    if bound[row].error:
-                        raise RuntimeError(bound[row].error)
-                    if over:  # another one begins
-                        bound[row] = compiler.compile("json_schema", _JSON)
+                    assert not over and not bound[row].error, bound[row].error
 
             masks = TokenMasks(tuple(bound), lambda words: fill_masks(bound, words))
             return self._masked(name, masks, take)
