@@ -212,9 +212,10 @@ class Bench:
         for one in biases:
             count = min(c.vocabulary, MOST_BIASES)
             one["token"][:count] = random.permutation(c.vocabulary)[:count]
-        biases["bias"] = random.uniform(-20, 20, biases.shape)
+        biases["bias"] = random.uniform(-20, 2, biases.shape)  # most lower what was the largest
         host["biases"] = biases.view(np.int32).reshape(sequences, -1, 2)
-        host["masks"] = np.zeros((sequences, mask_words(c.vocabulary)), np.uint32)
+        words = np.zeros((sequences, mask_words(c.vocabulary)), np.uint32)
+        host |= {"allowed": words, "masks": words.copy()}
         self.host = host
         self.device = {
             name: machine.array(to_bf16(values) if name in self.halves else values)
@@ -264,7 +265,7 @@ class Bench:
     def set_case(self, case: Case) -> None:
         rows = len(case.rows)
         for name, values in (
-            *(() if case.masks is None else [("masks", case.masks)]),
+            *(() if case.masks is None else [("allowed", case.masks)]),
             ("rows", case.rows.view(np.int32).reshape(-1, 4)),
             ("state", case.state.view(np.int32).reshape(-1, 4)),
             ("options", case.options.view(np.uint64).reshape(self.sequences, -1)),
@@ -373,7 +374,7 @@ class Bench:
         return [
             arguments[p.name].name
             for p in kernel.pointers
-            if p.writable and p.name not in ("workspace", "kept")
+            if p.writable and p.name not in ("workspace", "kept", "masks")
         ]
 
     def _compare(
@@ -501,7 +502,7 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
     likeliest token: so the temperature is high.
     """
     (model, *_), positions = cases(bench, 1), (0, bench.context // 2, bench.context - 1)
-    shape, number = bench.host["masks"].shape, 0
+    shape, number = bench.host["allowed"].shape, 0
     for position, values in itertools.product(positions, _OPTIONS):
         for _ in range(4):
             number += 1
@@ -536,6 +537,10 @@ _OPTIONS = [
     (1e-50, 0.9, 0, 0, 1 << 30, 0.1, 100.0, *_PLAIN),
     (40.0, 0.3, 0, 0, 1 << 30, 0.0, 1.0, *_PLAIN),
     (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 1.5, -0.7, 0, 0, 0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 0.3, *_PLAIN),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, -2.0, 0.0, 60, 0, 0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.3, 0.8, 0.4, 40, 0, 0),
+    (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 0.0, 0.0, 0, 100, 0),
     (0.0, 1.0, 0, 0, 1 << 30, 0.0, 1.2, -1.9, 1.1, 40, 300, 6),
     (1.0, 1.0, 0, 0, 1 << 30, 0.0, 1.0, 0.3, 0.0, 3, 0, 1),
     (2.0, 0.9, 0, 20, 1 << 30, 0.1, 0.8, 0.0, 2.0, 60, MOST_BIASES, 21),

@@ -392,6 +392,7 @@ inline float f16_value(unsigned bits) {
 inline float low_f16(unsigned w) { return f16_value(w & 0xffff); }
 inline float high_f16(unsigned w) { return f16_value(w >> 16); }
 
+inline unsigned load_of_host(const unsigned* p) { return *p; }
 inline void store_for_host(int2* p, int2 v) {
     long long whole;
     std::memcpy(&whole, &v, sizeof whole);

@@ -776,6 +776,7 @@ def test_the_best_of_ranks_is_that_of_the_host(emulator: Emulator) -> None:
             "history": np.zeros(40, np.int32),
             "kept": np.zeros(40, np.uint32),
             "biases": np.zeros(2, np.int32),
+            "allowed": np.zeros(1, np.uint32),
             "masks": np.zeros(1, np.uint32),
             "logprobs": np.zeros(1, np.int32),
             "keys": np.array(keys, np.uint64),

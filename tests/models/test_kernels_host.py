@@ -363,6 +363,7 @@ def sampled(
         "history": np.zeros((sequences, 30), np.int32),
         "kept": np.zeros((sequences, 30), np.uint32),
         "biases": np.zeros((sequences, MOST_BIASES, 2), np.int32),
+        "allowed": np.zeros((sequences, mask_words(vocabulary)), np.uint32),
         "masks": np.zeros((sequences, mask_words(vocabulary)), np.uint32),
         "logprobs": np.zeros((sequences, 6, LOGPROBS.itemsize // 4), np.int32),
         "context": 30,

@@ -438,13 +438,14 @@ class StepGraphs:
 
 
 def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
-    kept = ("cache", "history", "state", "logits", "biases", "masks")
+    kept = ("cache", "history", "state", "logits", "biases")
     state = {name: plan.buffers[name] for name in kept}
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
         Slot("rows", plan.rows.buffer, "input", size="rows", poison=_POISON_ROWS),
         Slot("ring", plan.ring, "state"),
         Slot("logprobs", plan.logprobs, "state"),
+        Slot("allowed", plan.allowed, "state"),
         *(Slot(name, buffer, "state") for name, buffer in state.items()),
         *(Slot(name, buffer, "scratch") for name, buffer in scratch.items()),
     )

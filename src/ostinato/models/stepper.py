@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Stream, copy
+from ostinato import Buffer, Stream
 from ostinato.errors import LogitsError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
@@ -290,15 +290,15 @@ class Stepper:
         return chosen, failed
 
     def _fill(self, masks: TokenMasks, masked: Iterable[int]) -> None:
-        """Makes the masks of a step, and sends those of the sequences `masked` to the device.
+        """Makes the masks of a step, whose ending is not launched yet, for the sequences `masked`.
 
         The tokens of every earlier step with masks must have been taken: none still reads them."""
-        allowed, span = self._plan.allowed, slice(min(masked), max(masked) + 1)
+        words = self._plan.allowed.array
         if self._ranks is None:
-            masks.fill(allowed.array)
+            masks.fill(words)
         else:
-            self._ranks.fill_masks(masks.fill, allowed.array, span)
-        copy(self._stream, self._plan.buffers["masks"][span], allowed[span])
+            span = slice(min(masked), max(masked) + 1)
+            self._ranks.fill_masks(masks.fill, words, span)
 
     def _take(
         self, sequences: list[Sequence], steps: Items[int], pieces: Items[Items[int]] = ()

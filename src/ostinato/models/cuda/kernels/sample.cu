@@ -18,7 +18,7 @@
 // With a penalty or a bias the logits of the sequence's tokens and of the biases are changed in place, and
 // written back when a token is chosen (`Change`); no other logit is read for it.  The largest is then found from the
 // keys: those of the changed tokens, those of the head's blocks without one, and of the blocks with one only
-// those that could still be larger are read again.  A mask leaves tokens out wherever all logits are read.
+// those that could still be larger are read again.  With a mask, so are blocks whose key's token is left out.
 //
 // Log probabilities are those of the model's own logits.  The likeliest tokens are found as the top_k are.
 //
@@ -70,19 +70,6 @@ DEVICE u32 draw(u64 seed, u32 position) {
     }
     return c0 >> 8;
 }
-
-struct Workbench {
-    union {
-        u64 sums[BINS];
-        u32 touched[2 * BINS];  // a bit for each of the head's blocks
-    };
-    u64 warps[WARPS];
-    Place list[LISTED];
-    int listed;
-    int found;    // the bin or digit in which the target lies
-    u64 before;   // the sum of all bins before `found`
-    u64 total;    // the sum of all bins
-};
 
 constexpr int WIDTH = VOCAB % 4 == 0 ? 4 : 1, VECTORS = VOCAB / WIDTH;
 
@@ -136,7 +123,7 @@ struct Logits {
 
 // The tokens of one row: their logits, and the prefix of the order that may be chosen.
 struct Tokens {
-    const Logits& logits;
+    const Logits* logits;
     float largest, temperature;
     Place last;  // tokens after this place are left out
 
@@ -147,9 +134,31 @@ struct Tokens {
 
     // Calls visit(scaled logit, index) for every token, in any order.
     template <class Visit> DEVICE void scan(const Visit& visit) const {
-        logits.scan([&](float logit, int index) { visit(scaled(logit), index); });
+        logits->scan([&](float logit, int index) { visit(scaled(logit), index); });
     }
 };
+
+struct Workbench {
+    union {
+        u64 sums[BINS];
+        u32 halves[2 * BINS];   // of the sums
+        u32 touched[2 * BINS];  // a bit for each of the head's blocks
+    };
+    u64 warps[WARPS];
+    Place list[LISTED];
+    Tokens tokens;  // that a token is drawn from, or has its log probability among
+    int listed;
+    int found;    // the bin or digit in which the target lies
+    u64 before;   // the sum of all bins before `found`
+    u64 total;    // the sum of all bins
+};
+
+// Adds to a sum, in two halves: an addition of 64 bits in shared memory is a loop.
+DEVICE void add_to(Workbench& bench, int bin, u64 v) {
+    const u32 low = static_cast<u32>(v), before = atomicAdd(&bench.halves[2 * bin], low);
+    const u32 high = static_cast<u32>(v >> 32) + (before + low < before);
+    if (high) atomicAdd(&bench.halves[2 * bin + 1], high);
+}
 
 // Finds the bin in which the running sum reaches `target` (1 or more), and the sum before that bin.
 DEVICE void find_bin(Workbench& bench, u64 target) {
@@ -168,6 +177,7 @@ DEVICE void find_bin(Workbench& bench, u64 target) {
     if (lane == 31) bench.warps[warp] = sum;
     __syncthreads();
     u64 before = sum - own, total = 0;
+#pragma unroll 8
     for (int i = 0; i < WARPS; i++) {
         if (i < warp) before += bench.warps[i];
         total += bench.warps[i];
@@ -198,7 +208,7 @@ template <bool COUNTED> DEVICE void fill_bins(Workbench& bench, const Tokens& to
     tokens.scan([&](float scaled, int index) {
         if (place_of(scaled, index) < tokens.last) return;
         const u64 weight = COUNTED ? 1 : weight_of(scaled);
-        if (weight) atomicAdd(&bench.sums[bin_of(scaled)], weight);
+        if (weight) add_to(bench, bin_of(scaled), weight);
     });
 }
 
@@ -218,8 +228,6 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
         if (at < LISTED) bench.list[at] = place;
     });
     __syncthreads();
-    const int listed = bench.listed;
-    const bool complete = listed <= LISTED;
     // Digits of a place, largest first: 11, 11 and 10 bits of the logit, 11 and 10 of the index.
     Place prefix = 0;
     int above = 32 + INDEX_BITS;  // number of bits not found yet
@@ -232,15 +240,15 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
             if (place >> above != prefix) return;
             const u64 weight = COUNTED ? 1 : weight_of(scaled);
             const int digit = static_cast<int>(place >> shift) & highest;
-            if (weight) atomicAdd(&bench.sums[highest - digit], weight);
+            if (weight) add_to(bench, highest - digit, weight);
         };
-        if (complete) {
-            for (int i = thread; i < listed; i += THREADS)
+        if (bench.listed <= LISTED) {
+            for (int i = thread; i < bench.listed; i += THREADS)
                 add(bench.list[i], scaled_of(bench.list[i]));
         } else {
 #pragma unroll 1
             for (int index = thread; index < VOCAB; index += THREADS) {
-                const float scaled = tokens.scaled(tokens.logits[index]);
+                const float scaled = tokens.scaled((*tokens.logits)[index]);
                 const Place place = place_of(scaled, index);
                 if (bin_of(scaled) == bin && place >= tokens.last) add(place, scaled);
             }
@@ -252,6 +260,8 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
     }
     return prefix;
 }
+
+DEVICE int token_of(u64 key) { return static_cast<int>(0xffffffffu - static_cast<u32>(key)); }
 
 DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
     const int lane = threadIdx.x % 32;
@@ -270,11 +280,20 @@ DEVICE bool is_count(u32 word) { return word - NONE < 1u << 22; }
 // The head's blocks, whose largest keys are read: of so many tokens each.  Ranks have few of very many.
 constexpr int BLOCK_TOKENS = HEAD_TOKENS, BLOCK_WORDS = ceil_div(HEAD_BLOCKS, 32);
 constexpr bool FEW_TOKENS = BLOCK_TOKENS <= 512;
+constexpr int AGAIN = 2 * WARPS;  // blocks that are read again one by one; more are read all together
 static_assert(!FEW_TOKENS || BLOCK_WORDS <= 2 * BINS, "a bit each");
+
+struct Logprobs {  // program.LOGPROBS
+    float chosen;
+    int tokens[MOST_LOGPROBS];
+    float top[MOST_LOGPROBS];
+};
 
 // A row's logits, and what changes them by penalties and biases; in shared memory too.  All threads call.
 struct Change {
     Row now;
+    float most;  // of the model's own logits
+    Logprobs* found;
     Logits row;
     const int* history;
     const int2* biases;
@@ -306,7 +325,6 @@ struct Change {
     // Changes the logits in place; each operation is rounded separately, as in `sampling.changed`.
     DEVICE void make(Workbench& bench, const Options& options) const {
         u32* const words = reinterpret_cast<u32*>(row.logits);
-        if constexpr (FEW_TOKENS) clear_bins(bench);
         each([&](int i, int token) {
             kept[i] = atomicExch(words + token, NONE);  // the first to come has the logit
             touch(bench, token);
@@ -340,27 +358,45 @@ struct Change {
         __syncthreads();
     }
 
-    // Returns the largest key of the changed logits.  `keys`: those of the head's blocks, of the model's own.
+    // Returns the largest key of the row's logits, as they are now.  `keys`: those of the head's blocks, of the
+    // model's own.
     DEVICE u64 best(Workbench& bench, const u64* keys) const {
         u64 key = 0;
-        auto look = [&](int token) { key = largest(key, logit_key(load_fresh(row.logits + token), token)); };
-        each([&](int, int token) { look(token); });
-        own_bias([&](int token, float) { look(token); });
-#pragma unroll 4
-        for (int i = threadIdx.x; i < HEAD_BLOCKS; i += THREADS)
-            if (!(bench.touched[i / 32] >> i % 32 & 1)) key = largest(key, load_fresh(keys + i));
-        key = largest_of_block(bench, key);
-        const int lane = threadIdx.x % 32;
-        for (int word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) {
-            const int own = word * 32 + lane;
-            const bool may =
-                own < HEAD_BLOCKS && (bench.touched[word] >> lane & 1) && load_fresh(keys + own) > key;
-            for (u32 left = __ballot_sync(0xffffffffu, may); left; left &= left - 1) {
-                const int first = (word * 32 + __ffs(left) - 1) * BLOCK_TOKENS;
-                for (int i = lane; i < BLOCK_TOKENS; i += 32)
-                    if (first + i < VOCAB) look(first + i);
+        auto look = [&](int token) { key = largest(key, logit_key(row[token], token)); };
+        if constexpr (FEW_TOKENS) {
+            each([&](int, int token) { look(token); });
+            own_bias([&](int token, float) { look(token); });
+            for (int i = threadIdx.x; i < HEAD_BLOCKS; i += THREADS) {
+                const u64 one = load_fresh(keys + i);
+                if (row.mask && !(row.allowed(token_of(one)) & 1)) touch(bench, token_of(one));
+                else if (!(bench.touched[i / 32] >> i % 32 & 1)) key = largest(key, one);
+            }
+            if (threadIdx.x == 0) bench.listed = 0;
+            key = largest_of_block(bench, key);
+            const int lane = threadIdx.x % 32;
+            auto again = [&](int word) {
+                const int own = word * 32 + lane;
+                const bool is = own < HEAD_BLOCKS && (bench.touched[word] >> lane & 1);
+                return __ballot_sync(0xffffffffu, is && load_fresh(keys + own) > key);
+            };
+            int count = 0;
+            for (int word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) count += __popc(again(word));
+            if (lane == 0 && count) atomicAdd(&bench.listed, count);
+            __syncthreads();
+            if (bench.listed <= AGAIN) {
+                u64 found = key;
+                for (int word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) {
+                    for (u32 left = again(word); left; left &= left - 1) {
+                        const int first = (word * 32 + __ffs(left) - 1) * BLOCK_TOKENS;
+                        for (int i = lane; i < BLOCK_TOKENS; i += 32)
+                            if (first + i < VOCAB)
+                                found = largest(found, logit_key(row[first + i], first + i));
+                    }
+                }
+                return largest_of_block(bench, found);
             }
         }
+        row.scan([&](float logit, int index) { key = largest(key, logit_key(logit, index)); });
         return largest_of_block(bench, key);
     }
 
@@ -377,23 +413,17 @@ struct Change {
     }
 };
 
-struct Logprobs {  // program.LOGPROBS
-    float chosen;
-    int tokens[MOST_LOGPROBS];
-    float top[MOST_LOGPROBS];
-};
-
-// Writes the log probabilities of a token and of the `count` likeliest ones.  `best`: the largest logit.
-DEVICE void write_logprobs(Workbench& bench, const Logits& logits, float best, int token, int count,
-                           Logprobs& found) {
-    Tokens tokens{logits, best, 1.0f, 0};
+// Writes the log probabilities of a token and of the `count` likeliest ones.
+DEVICE void write_logprobs(Workbench& bench, const Change& change, int token, int count) {
+    Tokens& tokens = bench.tokens;
+    if (threadIdx.x == 0) tokens = {&change.row, change.most, 1.0f, 0};
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     const double mass = log(static_cast<double>(bench.total) / static_cast<double>(1ull << SHIFT));
     auto log_probability = [&](float scaled) {
         return static_cast<float>(static_cast<double>(scaled) - mass);
     };
-    if (threadIdx.x == 0) found.chosen = log_probability(tokens.scaled(logits[token]));
+    if (threadIdx.x == 0) change.found->chosen = log_probability(tokens.scaled(change.row[token]));
     if (count) {
         fill_bins<true>(bench, tokens);
         const Place last = find_token<true>(bench, tokens, count);
@@ -407,9 +437,10 @@ DEVICE void write_logprobs(Workbench& bench, const Logits& logits, float best, i
         if (threadIdx.x < count) {
             const Place own = bench.list[threadIdx.x];
             int rank = 0;
+#pragma unroll 1
             for (int i = 0; i < count; i++) rank += bench.list[i] > own;
-            found.tokens[rank] = index_of(own);
-            found.top[rank] = log_probability(scaled_of(own));
+            change.found->tokens[rank] = index_of(own);
+            change.found->top[rank] = log_probability(scaled_of(own));
         }
     }
     __threadfence_system();  // before the token, at which the host begins to read
@@ -417,22 +448,25 @@ DEVICE void write_logprobs(Workbench& bench, const Logits& logits, float best, i
 }
 
 // Draws a token by temperature, top_k, top_p and min_p.  `best`: the largest logit.
-DEVICE int draw_token(Workbench& bench, const Options& options, const Logits& logits, float best, int position) {
-    Tokens tokens{logits, best, static_cast<float>(options.temperature), 0};
+DEVICE int draw_token(Workbench& bench, const Options& options, const Change& change, float best) {
+    Tokens& tokens = bench.tokens;
+    if (threadIdx.x == 0) tokens = {&change.row, best, static_cast<float>(options.temperature), 0};
     if (options.top_k > 0 && options.top_k < VOCAB) {
         fill_bins<true>(bench, tokens);
-        tokens.last = find_token<true>(bench, tokens, options.top_k);
+        const Place last = find_token<true>(bench, tokens, options.top_k);
+        if (threadIdx.x == 0) tokens.last = last;
     }
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     u64 mass = bench.total;
     if (options.top_p < 1.0) {
         const u64 wanted = static_cast<u64>(ceil(options.top_p * static_cast<double>(mass)));
-        tokens.last = find_token<false>(bench, tokens, min(max(wanted, 1ull), mass));
+        const Place last = find_token<false>(bench, tokens, min(max(wanted, 1ull), mass));
+        if (threadIdx.x == 0) tokens.last = last;
     }
     if (options.min_p > 0.0) {  // keeps all tokens with the least allowed scaled logit, whatever their index
         const Place least = static_cast<u64>(ordered(static_cast<float>(log(options.min_p)))) << INDEX_BITS;
-        tokens.last = largest(tokens.last, least);
+        if (threadIdx.x == 0) tokens.last = largest(tokens.last, least);
     }
     if (options.top_p < 1.0 || options.min_p > 0.0) {
         fill_bins<false>(bench, tokens);
@@ -440,13 +474,13 @@ DEVICE int draw_token(Workbench& bench, const Options& options, const Logits& lo
         mass = bench.total;
     }
     // floor(uniform * mass), exactly: 24 bits times 62.
-    const u64 u = draw(options.seed, static_cast<u32>(position + 1));
+    const u64 u = draw(options.seed, static_cast<u32>(change.now.position + 1));
     const u64 drawn = __umul64hi(u << 40, mass);
     return index_of(find_token<false>(bench, tokens, drawn + 1));
 }
 
-DEVICE int sample_row(Workbench& bench, bool plain, const Options* options, const u64* keys, Change& change,
-                      int* logprobs, u32 ring_size) {
+DEVICE int sample_row(Workbench& bench, bool plain, const Options* options, const u64* keys,
+                      Change& change) {
     const int thread = threadIdx.x;
     u64 key = 0;
 #pragma unroll 4
@@ -455,28 +489,23 @@ DEVICE int sample_row(Workbench& bench, bool plain, const Options* options, cons
     if (key == NAN_KEY) return -1;
     if (plain) return greedy_token(key);
     const Options& own = options[change.now.sequence];
-    const float best = from_ordered(static_cast<u32>(key >> 32));  // of the model's own logits
-    if (change.is_any()) change.make(bench, own);
-    if (change.row.mask || (!FEW_TOKENS && change.is_any())) {
-        key = 0;
-        change.row.scan([&](float logit, int index) { key = largest(key, logit_key(logit, index)); });
-        key = largest_of_block(bench, key);
-    } else if (change.is_any()) {
+    if (thread == 0) change.most = from_ordered(static_cast<u32>(key >> 32));
+    if (change.is_any() || change.row.mask) {
+        clear_bins(bench);  // no block is touched
+        if (change.is_any()) change.make(bench, own);
         key = change.best(bench, keys);
     }
     int token = greedy_token(key);
     if (token >= 0 && own.temperature != 0.0) {
         __syncthreads();  // before the bench is reused
         const float most = from_ordered(static_cast<u32>(key >> 32));
-        token = draw_token(bench, own, change.row, most, change.now.position);
+        token = draw_token(bench, own, change, most);
     }
     if (change.is_any()) change.undo();
-    if (token >= 0 && own.logprobs && !isinf(best)) {
-        Logprobs* const ring = reinterpret_cast<Logprobs*>(logprobs);
+    if (token >= 0 && own.logprobs && !isinf(change.most)) {
         __syncthreads();  // all have read the mask
         if (thread == 0) change.row.mask = nullptr;
-        write_logprobs(bench, change.row, best, token, own.logprobs - 1,
-                       ring[(change.now.position + 1) % ring_size]);
+        write_logprobs(bench, change, token, own.logprobs - 1);
     }
     return token;
 }
@@ -487,14 +516,14 @@ static_assert(HEAD_BLOCKS == RANKS, "a key a rank");
 KERNEL __launch_bounds__(THREADS, 1)
     sample_of_ranks(const int* live, float* logits, const Options* options, const int* stops,
                     int* state, int2* ring, const int* history, u32* kept, const int2* biases,
-                    const u32* masks, int* logprobs, const u64* keys, u32 row_count, u32 vocabulary,
+                    const u32* allowed, u32* masks, int* logprobs, const u64* keys, u32 row_count, u32 vocabulary,
                     u32 stop_count, u32 context, u32 ring_size, u32 ranks) {
     constexpr bool EARLY = false;  // other ranks' keys are not written by kernels of this step
 #else
 KERNEL __launch_bounds__(THREADS, 1)
     sample(const int* live, float* logits, const Options* options, const int* stops, int* state,
-           int2* ring, const int* history, u32* kept, const int2* biases, const u32* masks,
-           int* logprobs, float* workspace, u32 row_count, u32 vocabulary, u32 stop_count, u32 context,
+           int2* ring, const int* history, u32* kept, const int2* biases, const u32* allowed,
+           u32* masks, int* logprobs, float* workspace, u32 row_count, u32 vocabulary, u32 stop_count, u32 context,
            u32 ring_size) {
     constexpr bool EARLY = PREVIOUS_STARTS != AT_START;  // then `embed` has ended
     const u64* const keys = keys_of(workspace);
@@ -506,17 +535,25 @@ KERNEL __launch_bounds__(THREADS, 1)
     if constexpr (!EARLY) wait_for_previous();
     const SampledRow sampled(live, options);
     if (threadIdx.x < 32) endings[threadIdx.x] = ending_of(sampled, options, stops);
+    // The mask comes over the bus, once: the host made it before it launched this kernel.
+    constexpr int WORDS = ceil_div(VOCAB, 32);
+    u32* const mask = sampled.row.flags & MASKED ? masks + static_cast<long long>(sampled.row.sequence) * WORDS : nullptr;
+    if (sampled.wanted && mask)
+        for (int i = threadIdx.x; i < WORDS; i += THREADS)
+            mask[i] = load_of_host(allowed + (mask - masks) + i);
     if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
     if (!sampled.wanted) return;
     const long long sequence = sampled.row.sequence;
-    const bool masked = sampled.row.flags & MASKED;
     if (threadIdx.x == 0) {
         u32* const own_kept = kept + sequence * (context + MOST_BIASES);
         const Options& own = options[sequence];
         const int position = sampled.row.position;
+        Logprobs* const ring = reinterpret_cast<Logprobs*>(logprobs) + sequence * ring_size;
         change = {sampled.row,
-                  {logits + sequence * VOCAB, masked ? masks + sequence * ceil_div(VOCAB, 32) : nullptr},
+                  0.0f,
+                  ring + (position + 1) % ring_size,
+                  {logits + sequence * VOCAB, mask},
                   history + sequence * context,
                   biases + sequence * MOST_BIASES,
                   own_kept,
@@ -524,9 +561,8 @@ KERNEL __launch_bounds__(THREADS, 1)
                   !own.penalises() ? position + 1 : own.repetition_penalty != 1.0 ? 0 : own.answer,
                   own.biased};
     }
-    const int token =
-        sample_row(bench, sampled.plain, options, keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS, change,
-                   logprobs + sequence * ring_size * (sizeof(Logprobs) / sizeof(int)), ring_size);
+    const int token = sample_row(bench, sampled.plain, options,
+                                 keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS, change);
     if (threadIdx.x < 32)
         advance(change.now, token, endings[threadIdx.x], state, ring, context, ring_size);
     start_next_at<BEFORE_OUTPUT>();

@@ -32,7 +32,7 @@ KERNEL __launch_bounds__(32)
 KERNEL __launch_bounds__(32)
     best_of_ranks(const int* live, float* logits, const Options* options, const int* stops,
                   int* state, int2* ring, const int* history, u32* kept, const int2* biases,
-                  const u32* masks, int* logprobs, const u64* keys,
+                  const u32* allowed, u32* masks, int* logprobs, const u64* keys,
                   u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
                   u32 ranks) {
     start_next_at<AT_START>();
