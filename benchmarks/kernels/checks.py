@@ -512,10 +512,11 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             options[:] = values
             options["biased"] = options["biased"].astype(int).clip(max=bench.config.vocabulary)
             masks = None
-            if number % 5 == 0:  # a quarter of the tokens
+            if number % 5 == 0:  # a quarter of the tokens, or a few
                 rows["flags"] |= MASKED
-                masks = bench.random.integers(1 << 32, size=(2, *shape), dtype=np.uint32)
-                masks = masks[0] & masks[1]
+                count = 2 if number % 2 else 7
+                masks = bench.random.integers(1 << 32, size=(count, *shape), dtype=np.uint32)
+                masks = np.bitwise_and.reduce(masks)
             options["temperature"] *= _HOT
             options["seed"] = bench.random.integers(1 << 63)
             yield Case(f"{values} at {position}, {number}", rows, model.state, options, masks)
