@@ -1,21 +1,19 @@
 """The choice of the next token: what penalties, biases, log probabilities and grammars cost a step.
 
-    python -m benchmarks.choice [--shape 1B] [--rows 32] [--tokens 64] [--context 128]
+    python -m benchmarks.choice [--shape 1B] [--rows 32 1] [--tokens 64] [--context 128]
 
 The weights are random, in the model's shape, and so are the words of its tokenizer, which has the
 lengths and the punctuation of a real one.  All ways decode the same number of sequences from the
-same context, and take turns.  What is changed beside "greedy" is named:
+same context with `Decoder.run_batch`, and take turns.  What is changed beside "greedy" is named:
 
-    greedy, drawn        steps launched ahead, as in `Decoder.run_batch`
-    one by one           greedy, each step launched when the last one's tokens are known
+    greedy, drawn        steps launched ahead
     penalties, biases    on one row or on all of them, launched ahead; 300 biases a row
     log probabilities    5 likeliest tokens, which the host reads
-    masks                one by one, with masks that allow everything and cost the host nothing
-    grammar              one by one, a JSON grammar on one row or on all of them (llguidance)
+    masks                that allow everything and cost the host nothing
+    grammar              a JSON grammar on one row or on all of them (llguidance)
 
-The difference between "one by one" and "greedy" is what the other rows of a batch pay because steps
-cannot be launched ahead of a grammar; the difference between "grammar on 1 row" and "one by one" is
-what they pay for its mask.
+A step has the time of its slowest row: what one row's options or grammar cost a step is what the
+other rows of the batch pay for them.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ from ostinato.models import Decoder, SamplingOptions, Tokenizer, TokenMasks
 from ostinato.models.text.tokenizer_parts import TokenizerParts
 
 GREEDY = SamplingOptions()
-_JSON = '{"type": "array", "items": {"type": "object"}}'
+_JSON = '{{"type": "array", "items": {{"type": "object"}}, "minItems": {}}}'
+"""An array that a round does not end: an item is a token or more."""
 _PUNCTUATION = ('{"', '":', '","', '"},', "}]", "[]", "{}", '": "', "\n  ", ", ", ": ", "true")
 _BIASES = 300
 
@@ -45,13 +44,13 @@ _BIASES = 300
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = common.options(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1B")
-    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 1])
     parser.add_argument("--tokens", type=int, default=64, help="of each sequence in a round")
     parser.add_argument("--context", type=int, default=128, help="tokens before them")
     parser.add_argument("--rounds", type=int, default=9)
     chosen = parser.parse_args(arguments)
     if chosen.quick:
-        chosen.rows, chosen.tokens, chosen.context, chosen.rounds = 3, 4, 8, 2
+        chosen.rows, chosen.tokens, chosen.context, chosen.rounds = [3, 1], 4, 8, 2
     config = shape_named(chosen.shape)
     skipped: dict[str, str] = {}
     with (
@@ -59,45 +58,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Decoder(
             device,
             random_checkpoint(config, chosen.shape),
-            sequences=chosen.rows,
+            sequences=max(chosen.rows),
             max_context=chosen.context + chosen.tokens + 1,
             stop_tokens=(),
         ) as decoder,
     ):
-        bench = Bench(decoder, chosen.rows, chosen.tokens, chosen.context)
-        ways = bench.ways()
-        try:
-            ways |= bench.grammars()
-        except ImportError as error:
-            skipped["grammar"] = f"llguidance is not installed: {error}"
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        for round_ in range(chosen.rounds + 1):  # the first one captures
-            for name, way in ways.items():
-                seconds = way()
-                if round_:
-                    times[name].append(seconds / chosen.tokens * 1e6)
-        base = statistics.median(times["greedy"])
-        rows = []
-        for name, found in times.items():
-            step = statistics.median(found)
-            rows.append(
-                {
-                    "what": name,
-                    "step_us": round(step, 2),
-                    "more_us": round(step - base, 2),
-                    "more_percent": round(100 * (step / base - 1), 2),
-                    "least_us": round(min(found), 2),
-                    "mask_us": bench.mask_us(name),
-                }
-            )
-        columns = ("what", "step_us", "more_us", "more_percent", "least_us", "mask_us")
-        title = f"steps of {chosen.rows} rows, {chosen.shape} on {device.name}"
+        rows: list[dict[str, object]] = []
+        for count in chosen.rows:
+            bench = Bench(decoder, count, chosen.tokens, chosen.context)
+            ways = bench.ways()
+            try:
+                ways |= bench.grammars()
+            except ImportError as error:
+                skipped["grammar"] = f"llguidance is not installed: {error}"
+            times: dict[str, list[float]] = {name: [] for name in ways}
+            for round_ in range(chosen.rounds + 1):  # the first one captures
+                for name, way in ways.items():
+                    seconds = way()
+                    if round_:
+                        times[name].append(seconds / chosen.tokens * 1e6)
+            base = statistics.median(times["greedy"])
+            for name, found in times.items():
+                step = statistics.median(found)
+                rows.append(
+                    {
+                        "rows": count,
+                        "what": name,
+                        "step_us": round(step, 2),
+                        "more_us": round(step - base, 2),
+                        "more_percent": round(100 * (step / base - 1), 2),
+                        "least_us": round(min(found), 2),
+                        "mask_us": bench.mask_us(name),
+                    }
+                )
+        columns = ("rows", "what", "step_us", "more_us", "more_percent", "least_us", "mask_us")
+        title = f"steps of {chosen.shape} on {device.name}"
         print(common.table(title, rows, columns))
         common.emit(
             f"choice-{chosen.shape}",
             device,
             chosen.out,
-            ceiling={"what": "a greedy step of the same rows", "step_us": round(base, 2)},
+            ceiling={
+                f"greedy_{row['rows']}_us": row["step_us"]
+                for row in rows
+                if row["what"] == "greedy"
+            },
             settings={
                 "shape": chosen.shape,
                 "rows": chosen.rows,
@@ -119,6 +124,7 @@ class Bench:
     def __init__(self, decoder: Decoder, rows: int, tokens: int, context: int) -> None:
         self.decoder, self.rows, self.tokens, self.context = decoder, rows, tokens, context
         vocabulary = decoder.config.vocabulary
+        decoder.reset()
         for row in range(rows):
             decoder.prefill(random_tokens(vocabulary, context, (7, row)), row)
         biased = random_tokens(vocabulary, min(_BIASES, vocabulary), (8, 0))
@@ -141,11 +147,10 @@ class Bench:
         found["penalties and biases on 1 row"] = partial(self._run, {0: both})
         found["log probabilities on 1 row"] = partial(self._run, {}, logprobs=1)
         found["log probabilities on all rows"] = partial(self._run, {}, logprobs=self.rows)
-        found["one by one"] = partial(self._one_by_one, "one by one", None)
         for count in dict.fromkeys((1, self.rows)):
             name = f"masks on {_rows(count)}"
             masks = TokenMasks(tuple(range(count)), lambda words: words.fill(0xFFFFFFFF))
-            found[name] = partial(self._one_by_one, name, masks)
+            found[name] = partial(self._masked, name, masks)
         return found
 
     def grammars(self) -> dict[str, Callable[[], float]]:
@@ -157,18 +162,16 @@ class Bench:
         compiler = GrammarCompiler(random_words(vocabulary), vocabulary, [0])
 
         def way(name: str, count: int) -> float:
-            bound = {row: compiler.compile("json_schema", _JSON) for row in range(count)}
+            text = _JSON.format(self.tokens)
+            bound = {row: compiler.compile("json_schema", text) for row in range(count)}
 
-            def take(tokens: list[int]) -> None:
+            def take(tokens: dict[int, int]) -> None:
                 for row in range(count):
                     over = bound[row].take(tokens[row])
-                    if bound[row].error:
-                        raise RuntimeError(bound[row].error)
-                    if over:  # another one begins
-                        bound[row] = compiler.compile("json_schema", _JSON)
+                    assert not over and not bound[row].error, bound[row].error
 
             masks = TokenMasks(tuple(bound), lambda words: fill_masks(bound, words))
-            return self._one_by_one(name, masks, take)
+            return self._masked(name, masks, take)
 
         return {
             (name := f"grammar on {_rows(count)}"): partial(way, name, count)
@@ -200,18 +203,17 @@ class Bench:
                 self.decoder.logprobs(row)
         return (time.perf_counter() - begin) * self.tokens / (self.tokens - 1)
 
-    def _one_by_one(
+    def _masked(
         self,
         name: str,
-        masks: TokenMasks | None,
-        take: Callable[[list[int]], None] = lambda tokens: None,
+        masks: TokenMasks,
+        take: Callable[[dict[int, int]], None] = lambda tokens: None,
     ) -> float:
         self._begin({})
-        if masks is not None:
-            masks = TokenMasks(masks.sequences, self._timed(name, masks.fill))
+        masks = TokenMasks(masks.sequences, self._timed(name, masks.fill))
         begin = time.perf_counter()
-        for _ in range(self.tokens - 1):
-            take(self.decoder.decode_batch(range(self.rows), masks=masks))
+        for tokens in self.decoder.run_batch(range(self.rows), count=self.tokens - 1, masks=masks):
+            take(tokens)
         return (time.perf_counter() - begin) * self.tokens / (self.tokens - 1)
 
     def _timed(

@@ -79,8 +79,8 @@ class StepBench:
             self.where[name] = gpu.empty((rows, count), np.float32)
         for name, (between, dtype) in rounded_buffers(c, rows).items():
             self.where[name] = gpu.empty(between, dtype)
-        for name in ("logits", "adjusted"):
-            self.where[name] = gpu.empty((sequences, c.vocabulary), np.float32)
+        self.where["logits"] = gpu.empty((sequences, c.vocabulary), np.float32)
+        self.where["kept"] = gpu.empty((sequences, context + MOST_BIASES), np.uint32)
         self.where["history"] = gpu.array(np.zeros((sequences, context), np.int32))
         self.where["rope"] = gpu.array(rope_table(c, context))
         self.where["live"] = gpu.array(np.zeros((rows, 4), np.int32))
@@ -89,7 +89,9 @@ class StepBench:
         self.where["options"] = gpu.array(np.zeros((sequences, OPTIONS.itemsize // 8), np.uint64))
         self.where["stops"] = gpu.array(np.full(STOP_TOKENS, -1, np.int32))
         self.where["biases"] = gpu.array(np.zeros((sequences, MOST_BIASES, 2), np.int32))
-        self.where["masks"] = gpu.array(np.zeros((sequences, mask_words(c.vocabulary)), np.uint32))
+        words = np.zeros((sequences, mask_words(c.vocabulary)), np.uint32)
+        self.where["masks"] = gpu.array(words)
+        self.where["allowed"], _ = gpu.pinned(words)
         logprobs = np.zeros((sequences, self.ring, LOGPROBS.itemsize // 4), np.int32)
         self.where["logprobs"], _ = gpu.pinned(logprobs)
         self.where["ring"], _ = gpu.pinned(np.full((sequences, self.ring, 2), -1, np.int32))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 import ostinato as ost
@@ -243,18 +244,59 @@ def test_all_ranks_draw_the_same_token_from_all_logits(options: SamplingOptions)
     assert drawn[1:] == reference
 
 
-def test_ranks_take_no_masks() -> None:
-    def work(decoder: Decoder) -> None:
-        decoder.prefill([1, 2])
-        masks = TokenMasks((0,), lambda words: None)
-        for call in (
-            lambda: decoder.decode_batch([0], masks=masks),
-            lambda: decoder.prefill_batch({0: [1]}, masks=masks),
-        ):
-            with pytest.raises(InputError, match="masks are for decoders of one device"):
-                call()
+def masked(decoder: Decoder, rank: int = 0) -> list[Any]:
+    """Prompts, steps and runs with masks, beside a sequence without."""
+    model = SHAPES[FIRST]
+    made = np.random.default_rng(7)
 
-    on_ranks(2, decoding(SHAPES[FIRST], work))
+    def fill(words: npt.NDArray[np.uint32]) -> None:
+        assert rank == 0, "rank 0 makes the masks"
+        words[[0, 2]] = made.integers(1 << 32, size=(2, words.shape[1]))
+
+    masks = TokenMasks((0, 2), fill)
+    for sequence, options in enumerate((GREEDY, SAMPLINGS["all"], SAMPLINGS["all"])):
+        decoder.set_sampling(options, sequence, logprobs=1)
+    prompts = {sequence: model.tokens(5, seed=sequence) for sequence in range(3)}
+    found: list[Any] = [decoder.prefill_batch(prompts, masks=masks)]
+    for _ in range(4):
+        found += [decoder.decode_batch([2, 0, 1], masks=masks), decoder.decode_batch([1, 2])]
+    for item in decoder.run_batch(range(3), count=5, masks=masks):
+        found.append((item, [decoder.logprobs(sequence).top[0][0] for sequence in range(3)]))
+    found.append([one for one, _ in zip(decoder.run_batch([0], masks=masks), "ab", strict=False)])
+    return [*found, decoder.decode_batch([0, 1, 2]), [decoder.tokens(n) for n in range(3)]]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_masks_of_rank_0_are_those_of_all(size: int, graphs: bool) -> None:
+    """The tokens of one device."""
+    one = decoding(SHAPES[FIRST], masked, sequences=3)(None)
+
+    def work(group: Group | None) -> Any:
+        assert group is not None
+        ranked = partial(masked, rank=group.rank)
+        return decoding(SHAPES[FIRST], ranked, sequences=3, graphs=graphs)(group)
+
+    assert on_ranks(size, work) == one
+
+
+def test_masks_that_rank_0_cannot_make_are_an_error_on_all() -> None:
+    def fail(words: npt.NDArray[np.uint32]) -> None:
+        raise ZeroDivisionError
+
+    def work(group: Group) -> list[Any]:
+        def call(decoder: Decoder) -> list[Any]:
+            found: list[Any] = [decoder.prefill([1, 2])]
+            decoder.reset()
+            with pytest.raises(InputError if group.rank else ZeroDivisionError):
+                decoder.prefill_batch({0: [1, 2]}, masks=TokenMasks((0,), fail))
+            decoder.reset()
+            return [*found, decoder.prefill([1, 2])]
+
+        return decoding(SHAPES[FIRST], call)(group)
+
+    first, again = on_ranks(2, work)  # type: ignore[arg-type]
+    assert first == again, "the group goes on"
 
 
 def test_ranks_draft_nothing() -> None:

@@ -22,7 +22,7 @@ from ostinato.errors import (
     RankLostError,
 )
 from ostinato.models import Decoder, SamplingOptions
-from tests.distributed.test_decoder_ranks import FIRST, SHAPES
+from tests.distributed.test_decoder_ranks import FIRST, SHAPES, masked
 from tests.distributed.test_local import outcomes
 
 MODEL = SHAPES[FIRST]
@@ -98,6 +98,16 @@ def test_the_calls_of_rank_0_give_what_they_give_on_one_device(size: int) -> Non
         first, *others = groups.run(leading(everything))
     assert first == one
     assert others == [one[-1]] * (size - 1)
+
+
+def test_masks_of_rank_0_reach_the_ranks_that_follow() -> None:
+    def work(decoder: Decoder) -> list[Any]:
+        return masked(decoder)[-1]
+
+    one = leading(work)(None)
+    with local_groups(2, deadline=60) as groups:
+        first, other = groups.run(leading(work))
+    assert first == other == one
 
 
 def alive(decoder: Decoder) -> int:

@@ -252,6 +252,16 @@ template <class T, class U> T atomicMax(T* p, U v) {
     *p = old > v ? old : v;
     return old;
 }
+template <class T> T atomicExch(T* p, T v) {
+    const T old = *p;
+    *p = v;
+    return old;
+}
+template <class T, class U> T atomicOr(T* p, U v) {
+    const T old = *p;
+    *p = old | v;
+    return old;
+}
 template <class T> T __ldg(const T* p) { return *p; }
 
 inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
@@ -382,6 +392,7 @@ inline float f16_value(unsigned bits) {
 inline float low_f16(unsigned w) { return f16_value(w & 0xffff); }
 inline float high_f16(unsigned w) { return f16_value(w >> 16); }
 
+inline unsigned load_of_host(const unsigned* p) { return *p; }
 inline void store_for_host(int2* p, int2 v) {
     long long whole;
     std::memcpy(&whole, &v, sizeof whole);

@@ -140,6 +140,75 @@ def test_masks_come_after_penalties_and_biases(decoder: Decoder) -> None:
         seen.append(token)
 
 
+class AfterTokens:
+    """Masks of sequences 0 and 2 that depend on all tokens that these got before."""
+
+    def __init__(self) -> None:
+        self.sums = {0: 0, 2: 0}
+        self.filled = 0
+        self.masks = TokenMasks((0, 2), self.fill)
+
+    def fill(self, words: npt.NDArray[np.uint32]) -> None:
+        self.filled += 1
+        for sequence, total in self.sums.items():
+            words[sequence] = np.random.default_rng(total).integers(1 << 32, size=WORDS)
+
+    def took(self, chosen: dict[int, int]) -> dict[int, int]:
+        for sequence in self.sums.keys() & chosen.keys():
+            self.sums[sequence] = 31 * self.sums[sequence] + chosen[sequence] + 1
+        return chosen
+
+
+def test_a_run_with_masks_gives_what_steps_with_masks_give(decoder: Decoder) -> None:
+    """Tokens and logits; also when the run is left, finishes, or a sequence stops in it."""
+    found: list[tuple[dict[int, int], bytes]] = []
+
+    def begin() -> AfterTokens:
+        found.clear()
+        decoder.reset()
+        for sequence, options in enumerate((HOT, HOT, SamplingOptions(repetition_penalty=1.3))):
+            decoder.set_sampling(options, sequence, limit=14 if sequence == 1 else None)
+        after = AfterTokens()
+        prompts = {0: PROMPT, 1: OTHER, 2: PROMPT}
+        after.took(decoder.prefill_batch(prompts, masks=after.masks))
+        return after
+
+    def keep(after: AfterTokens, item: dict[int, int]) -> None:
+        found.append((after.took(item), decoder.logits(2).tobytes()))
+
+    def step(after: AfterTokens) -> None:
+        live = [sequence for sequence in range(3) if not decoder.stopped(sequence)]
+        keep(after, dict(zip(live, decoder.decode_batch(live, masks=after.masks), strict=True)))
+
+    after = begin()
+    for _ in range(24):
+        step(after)
+    wanted = [*found]
+    assert [len(item) for item, _ in wanted][5:9] == [3, 3, 2, 2], "sequence 1 has stopped"
+    for _ in range(2):  # at the latest in the second all steps are replays
+        after = begin()
+        for item in decoder.run_batch(range(3), count=9, masks=after.masks):
+            keep(after, item)
+        run = decoder.run_batch([0, 2], masks=after.masks)
+        for _ in range(5):
+            keep(after, next(run))
+        filled = after.filled
+        step(after)  # which ends the run
+        assert after.filled == filled + 1, "no mask is made for a token that nobody takes"
+        run = decoder.run_batch([0, 2], masks=after.masks)
+        keep(after, next(run))
+        run.finish()
+        for item in run:
+            keep(after, item)
+        assert len(found) == 17, "it finishes with the step that is begun"
+        for item in decoder.run_batch([0, 2], count=24 - len(found), masks=after.masks):
+            keep(after, item)
+        assert found == wanted
+    assert not decoder.statistics().quarantined
+    with pytest.raises(InputError, match="tokens_per_launch is 2: masks are made on the host"):
+        decoder.run_batch([0], tokens_per_launch=2, masks=after.masks)
+
+
 def test_a_mask_that_cannot_be_made_leaves_the_tokens_as_they_were(decoder: Decoder) -> None:
     decoder.prefill(PROMPT)
     wanted = [decoder.decode() for _ in range(4)]
@@ -154,6 +223,12 @@ def test_a_mask_that_cannot_be_made_leaves_the_tokens_as_they_were(decoder: Deco
         assert decoder.tokens() == (*PROMPT, decoder.tokens()[-1])
         with pytest.raises(InputError, match="has no logits"):
             decoder.logits()
+    (first,) = decoder.decode_batch([0])
+    assert first == wanted[0]
+    with pytest.raises(ZeroDivisionError):
+        next(decoder.run_batch([0], masks=TokenMasks((0,), fail)))
+    assert decoder.tokens() == (*PROMPT, decoder.tokens()[-2], first)
+    decoder.truncate(10)
     assert [decoder.decode() for _ in range(4)] == wanted
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("ostinato.serve.server")
 pytest.importorskip("llguidance")
 
 from ostinato import open_device
-from ostinato.models import Decoder, Tokenizer
+from ostinato.models import Tokenizer
 from ostinato.serve.calls import FORMATS, arguments_schema
 from ostinato.serve.grammar import GrammarCompiler, fill_masks
 from ostinato.serve.server import Server
@@ -107,35 +107,31 @@ def made(message: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_an_answer_that_must_call_calls(server: Server, choice: object) -> None:
+    fields: dict[str, Any] = {"tool_choice": choice, "seed": 0, "n": 4, "logit_bias": NO_BLANK}
+    found = answered(server, **fields)["choices"]
+    # A stream says the same.
+    with client(server).chat.completions.stream(**{**ASK, **fields}) as stream:
+        streamed = stream.get_final_completion().to_dict()["choices"]
     seen = set()
-    for seed in range(8):
-        fields: dict[str, Any] = {"tool_choice": choice, "seed": seed, "logit_bias": NO_SPACE}
-        (found,) = answered(server, **fields)["choices"]
-        calls = made(found["message"])
-        assert calls and found["message"]["content"] is None
-        assert found["finish_reason"] == "tool_calls"
+    for one, other in zip(found, streamed, strict=True):
+        calls = made(one["message"])
+        assert calls and one["message"]["content"] is None
+        assert made(other["message"]) == calls and not other["message"].get("content")
+        assert one["finish_reason"] == other["finish_reason"] == "tool_calls"
         if choice == NAMED:
             assert [name for name, _ in calls] == ["get"]
         seen |= {name for name, _ in calls}
-        # A stream says the same.
-        with client(server).chat.completions.stream(**{**ASK, **fields}) as stream:
-            (last,) = stream.get_final_completion().to_dict()["choices"]
-        assert made(last["message"]) == calls and not last["message"].get("content")
-        assert last["finish_reason"] == "tool_calls"
     assert choice == NAMED or len(seen) > 1
 
 
 def test_several_calls_only_where_they_are_wanted(server: Server) -> None:
-    several = []
-    for seed in range(6):
-        fields: dict[str, Any] = {"tool_choice": "required", "seed": seed}
-        (found,) = answered(server, **fields, logit_bias={str(END): -2})["choices"]
-        several.append(len(made(found["message"])) > 1)
-        # What ends the answer is that nothing may follow.
-        fields |= {"parallel_tool_calls": False, "logit_bias": {str(END): -100}}
-        (found,) = answered(server, **fields)["choices"]
-        assert len(made(found["message"])) == 1 and found["finish_reason"] == "tool_calls"
-    assert any(several)
+    fields: dict[str, Any] = {"tool_choice": "required", "seed": 0, "n": 6}
+    found = answered(server, **fields, logit_bias={str(END): -2})["choices"]
+    assert any(len(made(one["message"])) > 1 for one in found)
+    # What ends the answer is that nothing may follow.
+    fields |= {"parallel_tool_calls": False, "logit_bias": {**NO_BLANK, str(END): -100}}
+    for one in answered(server, **fields)["choices"]:
+        assert len(made(one["message"])) == 1 and one["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("most", [3, 40])
@@ -181,7 +177,7 @@ def test_a_response_that_must_call_calls(server: Server) -> None:
         "tools": [{"type": "function", "name": name, **one} for name, one in FUNCTIONS.items()],
         "temperature": 2,
         "max_output_tokens": 900,
-        "extra_body": {"seed": 1, "logit_bias": NO_SPACE},
+        "extra_body": {"seed": 1, "logit_bias": NO_BLANK},
     }
     named: Any = {"type": "function", "name": "call"}
     for choice in ("required", named):
@@ -230,11 +226,10 @@ def test_an_answer_of_a_schema_may_begin_like_a_call(start: Start) -> None:
     """In Llama's format both are objects."""
     server = start("llama", ends=True)
     form = {"type": "json_schema", "json_schema": {"schema": schema("a", type="object")}}
+    fields: dict[str, Any] = {"response_format": form, "seed": 0, "n": 12, "logit_bias": NO_BLANK}
+    fields["parallel_tool_calls"] = False
     seen = set()
-    for seed in range(12):
-        fields: dict[str, Any] = {"response_format": form, "seed": seed, "logit_bias": NO_BLANK}
-        fields["parallel_tool_calls"] = False
-        (found,) = answered(server, **fields)["choices"]
+    for found in answered(server, **fields)["choices"]:
         content = found["message"]["content"]
         seen.add(content is None)
         assert content is None or json.loads(content) == {"x": "a"}
@@ -245,18 +240,18 @@ def test_an_answer_of_a_schema_may_begin_like_a_call(start: Start) -> None:
 def test_strict_arguments_fit_where_the_model_calls_freely(marked: Server, strict: bool) -> None:
     (tool, *_) = TOOLS
     tools = [{**tool, "function": {**tool["function"], "strict": strict}}]
-    fits = []
-    for seed in range(6):
-        found = answered(
-            marked,
-            tools=tools,
-            seed=seed,
-            logit_bias={**NO_SPACE, str(CALLS): 100},
-            parallel_tool_calls=False,
-            max_tokens=100,
-        )["choices"][0]
-        fits.append(bool(made(found["message"])) and found["finish_reason"] == "tool_calls")
-    assert fits == [strict] * 6
+    found = answered(
+        marked,
+        tools=tools,
+        seed=0,
+        n=4,
+        logit_bias={**NO_BLANK, str(CALLS): 100},
+        parallel_tool_calls=False,
+        max_tokens=100,
+    )["choices"]
+    assert [
+        bool(made(one["message"])) and one["finish_reason"] == "tool_calls" for one in found
+    ] == [strict] * 4
 
 
 def test_the_space_that_a_tokenizer_adds_is_dropped_beside_strict_functions(
@@ -383,13 +378,3 @@ def test_parameters_that_cannot_be_kept_are_named(
     wrong = {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}
     reply = call(marked, "POST", CHAT, {**ASK, "tools": tools, "response_format": wrong})
     assert reply.status == 400 and reply.error["param"] == "response_format"
-
-
-def test_a_model_that_is_split_cannot_be_forced(
-    marked: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Decoder, "ranks", 2)
-    reply = call(marked, "POST", CHAT, {**ASK, "tool_choice": "required"})
-    assert reply.status == 400 and reply.error["param"] == "tool_choice"
-    assert "split over GPUs" in reply.error["message"]
-    answered(marked, max_tokens=3)

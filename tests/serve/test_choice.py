@@ -21,7 +21,7 @@ pytest.importorskip("llguidance")
 
 from ostinato import open_device
 from ostinato.errors import NotAvailableError
-from ostinato.models import Decoder, SamplingOptions, TextGenerator
+from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.models.sampling import log_probabilities
 from ostinato.serve.engine import End, Job, ServingEngine
 from ostinato.serve.grammar import GrammarCompiler
@@ -495,18 +495,6 @@ def test_a_server_without_llguidance_says_so(
             assert error["param"] == "response_format"
             asked(server, CHAT)
     assert compiler.compile("regex", "a").error == ""
-
-
-def test_a_model_that_is_split_takes_no_masks(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused before a step that would fail the other answers in it too."""
-    monkeypatch.setattr(Decoder, "ranks", 2)
-    error = refused(server, CHAT, response_format={"type": "json_object"})
-    assert error["param"] == "response_format" and "split over GPUs" in error["message"]
-    assert refused(server, COMPLETION, echo=True, logprobs=1)["param"] == "echo"
-    asked(server, COMPLETION, echo=True, frequency_penalty=1)
-    asked(server, COMPLETION, logprobs=1)
 
 
 def test_a_tokenizer_that_cannot_be_used_is_named(apart: TextGenerator) -> None:

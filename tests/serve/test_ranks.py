@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from ostinato.serve.engine import ServingEngine
 from tests.cli import commands
 from tests.cli.test_tensor_parallel import children, until_gone
 from tests.models.model_files import CONFIG, SPECIAL, weights, write_gguf
-from tests.serve.serving import SECONDS, client, job, open_generator, submit, until
+from tests.serve.serving import SECONDS, client, job, open_generator, running, submit, until
 from tests.serve.test_load import load, started, stream
 
 SMALL = ("--slots", "2", "--piece", "16")
@@ -109,12 +110,39 @@ def test_no_request_waits_for_a_capture(tiny_model: Path) -> None:
         groups.run(rank_thread)
 
 
+def with_masks(url: str) -> list[Any]:
+    """Answers whose tokens masks choose, beside one without: a schema, penalties and biases too,
+    and the log probabilities of a prompt."""
+    api, schema = client(url), {"type": "array", "items": {"enum": ["a", "bc", 7]}, "maxItems": 9}
+    shape = {"name": "some", "schema": schema}
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 40, "seed": 3, "temperature": 1.5}
+
+    def chat(**more: Any) -> str:
+        messages = [{"role": "user", "content": "ab"}]
+        answer = api.chat.completions.create(messages=messages, **given, **more)  # type: ignore[call-overload]
+        return str(answer.choices[0].message.content)
+
+    def echo() -> list[str]:
+        answer = api.completions.create(prompt="ab the", echo=True, logprobs=1, **given)
+        return [*answer.choices[0].logprobs.tokens]  # type: ignore[union-attr]
+
+    strict = {"response_format": {"type": "json_schema", "json_schema": shape}}
+    changed = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"40": 9}}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [partial(chat, **strict), partial(chat, **strict, **changed), chat, echo]
+        found = [one.result() for one in [pool.submit(one) for one in asked]]
+    assert all(isinstance(json.loads(text), list) for text in found[:2])
+    return found
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_clients_at_once_get_the_answers_of_one_rank(tiny_model: Path, ranks: int) -> None:
     """Some of them go away in the middle.  Then SIGTERM ends all ranks, with status 0."""
     asked = load(16, 40, random.Random(7))
     with open_device("host") as device, open_generator(device, tiny_model) as reference:
         wanted = [one.alone(reference) for one in asked]
+        with running(reference) as server:
+            masked = with_masks(server.url)
     with serving(tiny_model, "--slots", "4", ranks=ranks) as (process, url, _):
         api = client(url)
         with ThreadPoolExecutor(len(asked)) as pool:
@@ -122,6 +150,7 @@ def test_several_clients_at_once_get_the_answers_of_one_rank(tiny_model: Path, r
         for one, answer, (text, end) in zip(asked, found, wanted, strict=True):
             assert answer == (None if answer is None else (text, end.value)), one
         assert sum(answer is not None for answer in found) >= len(asked) // 2
+        assert with_masks(url) == masked
         process.terminate()
         status, err = ended(process)
     assert status == 0 and "0 refused" in err, err

@@ -545,8 +545,7 @@ class Decoder(Closeable):
                 f"prompts is {quoted(prompts)}, must be a mapping from sequences to their tokens, "
                 "one at least"
             )
-        self._require_masks(masks)
-        ready, found = self._checked("prefill", prompts.items())
+        ready, found = self._checked("prefill", prompts.items(), masks)
         chosen = self._stepper.prompts(ready, found, masks)
         return {one.index: token for one, token in zip(ready, chosen, strict=True)}
 
@@ -560,7 +559,10 @@ class Decoder(Closeable):
         self._stepper.prompt(one, found, choose=False)
 
     def _checked(
-        self, what: str, prompts: Iterable[tuple[int, Iterable[int]]]
+        self,
+        what: str,
+        prompts: Iterable[tuple[int, Iterable[int]]],
+        masks: TokenMasks | None = None,
     ) -> tuple[list[Sequence], list[list[int]]]:
         """Returns the sequences, ready for a prefill, and their tokens; checks everything before it
         changes anything."""
@@ -571,7 +573,8 @@ class Decoder(Closeable):
             found.append(self._sequences.prompt(tokens, ready[-1]))
         self._begin(what)
         for one, given in zip(ready, found, strict=True):
-            self._agree(f"{what} of sequence {one.index} at {one.length}: {_digest(given)}")
+            told = f"{what} of sequence {one.index} at {one.length}: {_digest(given)}"
+            self._agree(told + _of_masks(masks))
         for one in ready:
             del one.tokens[one.length :]
             one.on_device = one.stopped = one.has_logits = False
@@ -598,10 +601,8 @@ class Decoder(Closeable):
             raise calls.overlap(name)
         with calls.lock:
             calls.name = name
-            if masks is not None:
-                self._require_masks(masks)
             if calls.lead is not None:
-                return calls.lead.call(name, self._decoded, (sequences,), {})
+                return calls.lead.call(name, self._decoded, (sequences,), {"masks": masks})
             return self._decoded(sequences, masks)
 
     def _decoded(self, sequences: Iterable[int], masks: TokenMasks | None = None) -> list[int]:
@@ -609,7 +610,8 @@ class Decoder(Closeable):
         ready = self._sequences.ready(sequences)
         self._begin("decode")
         if self._ranks is not None:
-            self._agree(f"decode of {[one.index for one in ready]}", again=False)
+            told = f"decode of {[one.index for one in ready]}"
+            self._agree(told + _of_masks(masks), again=False)
         return self._stepper.together(ready, device_state=self.device_state, masks=masks)
 
     @alone
@@ -648,26 +650,52 @@ class Decoder(Closeable):
         count: int | None = None,
         tokens_per_launch: int = 1,
         ahead: int | None = None,
+        masks: TokenMasks | None = None,
     ) -> BatchRun:
         """Returns an iterator like that of `run` for several sequences in step.  Each item is
-        {sequence: token} for the sequences that had not stopped before; ends where all have."""
+        {sequence: token} for the sequences that had not stopped before; ends where all have.
+
+        `masks`: the tokens that may be chosen.  `fill` is called in each `next`, for the step whose
+        tokens it returns; of the step after it only the layers are launched ahead, whatever `ahead`
+        is.  Raises InputError with `tokens_per_launch` above 1.
+        """
         options = RunOptions(count, tokens_per_launch, ahead)
-        return self._begun(BatchRun, "run_batch", sequences, options)
+        return self._begun(BatchRun, "run_batch", sequences, options, masks)
 
     def _begun(
-        self, kind: type[AnyRun], what: str, sequences: Iterable[int], options: RunOptions
+        self,
+        kind: type[AnyRun],
+        what: str,
+        sequences: Iterable[int],
+        options: RunOptions,
+        masks: TokenMasks | None = None,
     ) -> AnyRun:
         self._require_open()
         options = options.checked(self.plan.sizes.ring)
+        if masks is not None and options.tokens_per_launch > 1:
+            raise InputError(
+                f"tokens_per_launch is {options.tokens_per_launch}: masks are made on the host for "
+                "each token, so a launch gives one"
+            )
         ready = self._sequences.ready(sequences)
         self._begin(what)
         state = self.device_state
-        self._agree(f"{what} of {[one.index for one in ready]}: {options}, device_state {state}")
+        told = f"{what} of {[one.index for one in ready]}: {options}, device_state {state}"
+        self._agree(told + _of_masks(masks))
         drafts = self.plan.sizes.lookup > 0
-        if drafts and not (len(ready) == 1 and _plain(self._options[ready[0].index])):
+        plain = len(ready) == 1 and masks is None and _plain(self._options[ready[0].index])
+        if drafts and not plain:
             drafts = False
             self._phases.one_by_one[_NO_DRAFTS] += 1
-        run = kind(self._stepper, ready, options, self._calls, device_state=state, drafts=drafts)
+        run = kind(
+            self._stepper,
+            ready,
+            options,
+            self._calls,
+            device_state=state,
+            drafts=drafts,
+            masks=masks,
+        )
         self._run = run
         return run
 
@@ -722,10 +750,6 @@ class Decoder(Closeable):
                 "set_sampling(…, logprobs=0), or more, gives them for the tokens chosen after it"
             )
         return self._stepper.logprobs(one, count - 1)
-
-    def _require_masks(self, masks: TokenMasks | None) -> None:
-        if masks is not None and self._ranks is not None:
-            raise InputError("masks are for decoders of one device, and this one is one of ranks")
 
     def _begin(self, what: str) -> None:
         """Ends a run under way; called before every step and every change of state."""
@@ -960,6 +984,10 @@ def _plain(options: npt.NDArray[Any]) -> bool:
     plain = {"temperature": 0, "repetition_penalty": 1, "frequency_penalty": 0}
     plain |= {"presence_penalty": 0, "biased": 0, "logprobs": 0}
     return all(bool(np.all(options[name] == value)) for name, value in plain.items())
+
+
+def _of_masks(masks: TokenMasks | None) -> str:
+    return "" if masks is None else f", masks of {[*masks.sequences]}"
 
 
 def _digest(tokens: list[int]) -> str:

@@ -26,6 +26,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from ostinato.errors import (
     ClosedError,
     DisagreementError,
@@ -38,6 +41,7 @@ from ostinato.models.arguments import quoted
 from ostinato.models.ranks import Ranks
 from ostinato.models.run import Run
 from ostinato.models.sampling import SamplingOptions
+from ostinato.models.stepper import TokenMasks
 
 T = TypeVar("T")
 
@@ -115,11 +119,13 @@ class Lead(_Side):
         if name in _LOCAL:
             return method(*args, **options)
         here = {"progress": options.pop("progress")} if "progress" in options else {}
+        if options.get("masks") is not None:
+            here["masks"] = options["masks"]  # the others get its words as they are made
         told = json.dumps([name, _sendable(args), _sendable(options)])
         _, args, options = _read(told)  # the very values that the others get
         with uninterrupted:
             self._tell(told)
-            return self.do(partial(method, *args, **options, **here))
+            return self.do(partial(method, *args, **(options | here)))
 
     def _tell(self, call: str) -> None:
         self._before()
@@ -164,6 +170,8 @@ def _sendable(value: object) -> Any:
             return value
         case SamplingOptions():
             return {"sampling": asdict(value)}
+        case TokenMasks():
+            return {"masked": _sendable(value.sequences)}
         case dict() if all(type(key) is str for key in value):
             return {key: _sendable(one) for key, one in value.items()}
         case Mapping():
@@ -179,4 +187,10 @@ def _sendable(value: object) -> Any:
 def _read_object(found: dict[str, Any]) -> Any:
     if "sampling" in found:
         return SamplingOptions(**found["sampling"])
+    if "masked" in found:
+        return TokenMasks(tuple(found["masked"]), _not_called)
     return dict(found["items"]) if "items" in found else found
+
+
+def _not_called(words: npt.NDArray[np.uint32]) -> None:
+    raise AssertionError("rank 0 makes the masks")

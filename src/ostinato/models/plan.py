@@ -111,8 +111,8 @@ class BufferPlan:
 
     The host sets `rows`, `options` and `stops`, each in one staged copy, and a sequence's `biases`,
     [sequences, MOST_BIASES], when they change.  `ring` and `logprobs` are pinned memory that the
-    device writes and the host reads.  `allowed` is pinned memory that the host writes, and copies
-    to `masks`, [sequences, vocabulary / 32]: a bit for each token.  `cache` is [layers, 2 (keys,
+    device writes and the host reads.  `allowed` is pinned memory that the host writes and the
+    device reads, [sequences, vocabulary / 32]: a bit for each token.  `cache` is [layers, 2 (keys,
     values), sequences, kv_heads, context, head_size].  `history` holds the token at each position,
     [sequences, context], for penalties.  Only the device writes and reads the rest, except that the
     host reads logits.
@@ -166,7 +166,7 @@ class BufferPlan:
             "workspace": ((-(-workspace // 4),), f32),
             "history": ((sizes.sequences, sizes.context), i32),
             "logits": ((sizes.sequences, c.vocabulary), f32),
-            "adjusted": ((sizes.sequences, c.vocabulary), f32),
+            "kept": ((sizes.sequences, sizes.context + MOST_BIASES), np.dtype(np.uint32)),
             "biases": ((sizes.sequences, MOST_BIASES, BIAS.itemsize // 4), i32),
             "state": ((sizes.sequences, STATE.itemsize // 4), i32),
             "counter": ((1,), i32),
@@ -221,8 +221,8 @@ class BufferPlan:
             return self.options.buffer.view(dtype="bytes")
         if name in ("rows", "stops"):
             return {"rows": self.rows, "stops": self.stops}[name].buffer
-        if name in ("ring", "logprobs"):
-            return {"ring": self.ring, "logprobs": self.logprobs}[name]
+        if name in ("ring", "logprobs", "allowed"):
+            return {"ring": self.ring, "logprobs": self.logprobs, "allowed": self.allowed}[name]
         if name in self.buffers:
             return self.buffers[name] if layer is None else self.buffers[name][layer]
         return self.weights.buffer(name, layer)

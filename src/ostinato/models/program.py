@@ -54,7 +54,7 @@ FROM_STATE = 4
 """The flag of a row whose token and position are read from the sequence's state.  Once the sequence
 has stopped, the row is padding."""
 MASKED = 8
-"""The flag of a row whose next token is one that its sequence's `masks` allow."""
+"""The flag of a row whose next token is one that its sequence's mask allows (`allowed`)."""
 
 ROW = np.dtype(
     [("token", np.int32), ("position", np.int32), ("sequence", np.int32), ("flags", np.int32)]
@@ -131,9 +131,9 @@ _RESIDUAL = (
 )
 _NORMED = _LIVE + "x: *const f32, norm: *const f32, weight: *const f32, "
 _SAMPLED = (
-    _LIVE + "logits: *const f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
-    "history: *const i32, adjusted: *out f32, biases: *const i32, masks: *const u32, "
-    "logprobs: *i32, "
+    _LIVE + "logits: *f32, options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
+    "history: *const i32, kept: *out u32, biases: *const i32, allowed: *const u32, "
+    "masks: *out u32, logprobs: *i32, "
 )
 _OF_RANKS = (
     _SAMPLED + "keys: *const u64, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "

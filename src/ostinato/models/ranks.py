@@ -19,10 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from ostinato import Device, Graph, GraphExec, Kernel, Operation, __version__
 from ostinato.distributed import Group, open_collectives
 from ostinato.driver.api import KernelNodeParams
-from ostinato.errors import ContextPoisonedError, DriverError
+from ostinato.errors import ContextPoisonedError, DriverError, InputError
 from ostinato.models.backend import Backend, BoundCall, BoundLaunch
 from ostinato.models.config import LlamaConfig
 from ostinato.models.plan import BufferPlan
@@ -53,6 +56,7 @@ class Ranks:
         self._calls: deque[str] = deque(maxlen=_TOLD)
         self._chain = hashlib.blake2b(digest_size=16)
         self._compared = True
+        self._masks = group.new_lane("masks")
         self.led = False
         """True if rank 0 leads: each of its calls compares those before (`models.leading`)."""
 
@@ -98,6 +102,27 @@ class Ranks:
     def gather_logits(self, plan: BufferPlan) -> tuple[Operation, ...]:
         """Returns the operations that collect all ranks' logits on this rank."""
         return self.collectives.all_gather(plan.buffers["logits_part"], plan.buffers["logits"])
+
+    def fill_masks(
+        self,
+        fill: Callable[[npt.NDArray[np.uint32]], object],
+        words: npt.NDArray[np.uint32],
+        span: slice,
+    ) -> None:
+        """Fills the words of the sequences in `span`: by `fill` on rank 0, with rank 0's words on
+        the others.  Raises what `fill` raises, InputError on the other ranks, GroupError."""
+        group, made = self.group, b""
+        try:
+            if group.rank == 0:
+                fill(words)
+                made = words[span].tobytes()
+        finally:  # the others wait for it
+            label = "rank 0's masks"
+            parts = group.channel.exchange(self._masks, label, made, group.deadline)
+        if group.rank:
+            if not parts[0]:
+                raise InputError("rank 0 could not make the masks of this step; its error says why")
+            words[span] = np.frombuffer(parts[0], np.uint32).reshape(words[span].shape)
 
     # --- agreement
     def agree_model(

@@ -8,6 +8,9 @@ of a step have stopped they are padding, so an extra step changes nothing.  Toke
 ring: at most as many as the ring holds are launched and not taken, so none is overwritten unread.
 A step that drafts gives one token or more; the ring says which is its last.
 
+With masks, which depend on the tokens before, only a step's layers are launched ahead: its ending
+follows once its masks are made, while the layers run.
+
 When a run ends, tokens that were launched and not taken are dropped.  The next step then gets token
 and position from the host (`Sequence.on_device` is False), and overwrites the cache behind them.
 """
@@ -27,7 +30,7 @@ from ostinato.errors import ClosedError, InputError, NotHeldError
 from ostinato.models.arguments import whole
 from ostinato.models.calls import Calls
 from ostinato.models.sequences import Sequence
-from ostinato.models.stepper import Stepper
+from ostinato.models.stepper import Stepper, TokenMasks
 from ostinato.step import Action, Decision
 
 T = TypeVar("T")
@@ -97,6 +100,7 @@ class Run(Closeable, Generic[T]):
         *,
         device_state: bool,
         drafts: bool = False,
+        masks: TokenMasks | None = None,
     ) -> None:
         self._stepper = stepper
         self._calls = calls  # shared with the decoder
@@ -106,6 +110,8 @@ class Run(Closeable, Generic[T]):
         self._ahead = options.ahead or 0
         self._device_state = device_state
         self._drafts = drafts
+        self._masks = masks
+        self._begun = False  # layers are launched whose tokens have no masks yet
         self._finishing = False
         self._within = False  # a step that drafts was taken in part
         self._launched = self._taken = 0  # steps since `begin_ahead`
@@ -169,7 +175,7 @@ class Run(Closeable, Generic[T]):
     def finish(self) -> None:
         """Stops launching: the run ends once all launched tokens are taken, and drops none, so the
         next step continues from the state on the device."""
-        self._left, self._finishing = self._launched - self._taken, True
+        self._left, self._finishing = self._launched - self._taken + self._begun, True
 
     def end(self, by: str) -> None:
         """Ends the run because of the call `by`, which a later step's ClosedError names."""
@@ -187,19 +193,27 @@ class Run(Closeable, Generic[T]):
         if not self._device_state:
             self._note(_HOST_STATE)
         while self._live and self._left != 0:
+            live, masks = self._live, self._masks
+            if masks is not None and self._from_device():
+                yield from self._go_masked(masks)
+                continue
             with ExitStack() as stack:
-                launches = self._find(stack)
+                launches = None if masks is not None else self._find(stack)
                 if launches is not None:
                     yield from self._go_ahead(launches)
                     continue
-            live = self._live
-            yield self._hand(self._stepper.together(live, device_state=self._device_state))
+            state = self._device_state
+            yield self._hand(self._stepper.together(live, device_state=state, masks=masks))
+
+    def _from_device(self) -> bool:
+        """True if each sequence's next token and position are on the device."""
+        return self._device_state and all(sequence.on_device for sequence in self._live)
 
     def _find(self, stack: ExitStack) -> _Launches | None:
         """Returns the launches to run ahead, whose graph `stack` holds; None for one step with a
         wait: the host must set a sequence's position first, or there is no graph (yet)."""
         steps, rows, drafts = self._stepper.steps, len(self._live), self._drafts
-        if not (self._device_state and all(sequence.on_device for sequence in self._live)):
+        if not self._from_device():
             return None
         for tokens in dict.fromkeys((self._per_launch, 1)):
             if self._left is not None and self._left < tokens:
@@ -247,6 +261,27 @@ class Run(Closeable, Generic[T]):
             raise
         finally:
             stepper.end_ahead(sequences, further=further)
+
+    def _go_masked(self, masks: TokenMasks) -> Generator[T, None, None]:
+        stepper, sequences = self._stepper, self._live
+        rows = len(sequences)
+        self._launched = self._taken = 0
+        stepper.begin_ahead(sequences, masks=masks)
+        try:
+            while self._live and self._left != 0:
+                if not self._begun:
+                    stepper.steps(rows, sampled=False)
+                stepper.choose(rows, masks, self._live)
+                self._launched += 1
+                self._begun = self._left != 1
+                if self._begun:
+                    stepper.steps(rows, sampled=False)
+                chosen = stepper.take_next(self._live)
+                self._taken += 1
+                yield self._hand(chosen)
+        finally:
+            self._begun = False
+            stepper.end_ahead(sequences, further=self._launched > self._taken)
 
     def _ends_step(self) -> bool:
         """Counts the token taken from a step that drafts; True if it is the step's last."""

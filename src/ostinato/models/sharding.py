@@ -367,7 +367,6 @@ def shard_buffers(sharding: Sharding, rows: int, sequences: int) -> Buffers:
         "partial": ((rows, whole.hidden), f32),
         "logits_part": ((sequences, sharding.part.vocabulary), f32),
         "logits": ((sequences, whole.vocabulary), f32),
-        "adjusted": ((sequences, whole.vocabulary), f32),
         "key_parts": ((rows, 1), u64),
         "keys": ((rows, sharding.size), u64),
     }

@@ -129,7 +129,7 @@ class StepGraphs:
                 builder=None if ranks is None else partial(self._build_step, name),
                 warmups=warmups if ranks is None or build == "capture" else 0,
             )
-            for name in (*names, *((_ENDING,) if ranks is None else ()))
+            for name in (*names, _ENDING)
         }
         if plan.sizes.lookup:  # without a warm-up, see `_loop`
             self._steps[_LOOKUP] = self._new_step(
@@ -141,8 +141,8 @@ class StepGraphs:
         self._loops: dict[tuple[int, str], GraphedStep] = {}
 
     def end(self, rows: int) -> Decision:
-        """Runs the rest of a step that samples, after the same rows were run with `sampled=False`.
-        Does not wait."""
+        """Runs the rest of a step that samples, after the same rows were run with `sampled=False`;
+        ranks have all logits.  Does not wait."""
         self._check()
         self.last_decision = self._steps[_ENDING](rows=max(rows, self._least))
         return self.last_decision
@@ -238,9 +238,9 @@ class StepGraphs:
             rest = bound[len(bound) - ending :]
             bounds[name] = (*bounds[_PREFILL], *rest)
             made[name] = (*made[_PREFILL], *self._operations(rest, rows))
-            if self._ranks is None:  # the first launch follows a launch of another graph
-                rest = (rest[0].with_programmatic(False), *rest[1:])
-                made[_ENDING] = self._operations(rest, rows)
+        # Of ranks the last one has all logits.  The first launch follows one of another graph.
+        bounds[_ENDING] = (rest[0].with_programmatic(False), *rest[1:])
+        made[_ENDING] = self._operations(bounds[_ENDING], rows)
         if self._plan.sizes.lookup and rows == self._least:
             bounds[_LOOKUP] = self._bound(_LOOKUP, rows)
             made[_LOOKUP] = self._operations(bounds[_LOOKUP], rows)
@@ -443,13 +443,14 @@ class StepGraphs:
 
 
 def _slots_to_verify(plan: BufferPlan) -> tuple[Slot, ...]:
-    kept = ("cache", "history", "state", "logits", "biases", "masks")
+    kept = ("cache", "history", "state", "logits", "biases")
     state = {name: plan.buffers[name] for name in kept}
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name not in state}
     return (
         Slot("rows", plan.rows.buffer, "input", size="rows", poison=_POISON_ROWS),
         Slot("ring", plan.ring, "state"),
         Slot("logprobs", plan.logprobs, "state"),
+        Slot("allowed", plan.allowed, "state"),
         *(Slot(name, buffer, "state") for name, buffer in state.items()),
         *(Slot(name, buffer, "scratch") for name, buffer in scratch.items()),
     )

@@ -13,7 +13,7 @@ position from an earlier step: `forget` clears the entry.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Buffer, Stream, copy
+from ostinato import Buffer, Stream
 from ostinato.errors import LogitsError
 from ostinato.models.decoder_statistics import Phases
 from ostinato.models.plan import BufferPlan
@@ -51,7 +51,7 @@ class TokenMasks:
     `fill` is called once in the step, after its layers are launched, so that it runs while the
     device computes them.  It is given uint32 words, [sequences of the decoder, vocabulary / 32
     rounded up], and sets those of each of `sequences`: bit t % 32 of word t // 32 allows token t.
-    It must not use the decoder.
+    It must not use the decoder.  Of several ranks only rank 0's is called, and all use its words.
     """
 
     sequences: tuple[int, ...]
@@ -275,10 +275,7 @@ class Stepper:
             decision = self.steps(rows)
         else:
             self.steps(rows, sampled=False)
-            # Steps with masks are waited for, so no earlier one still reads them.
-            masks.fill(self._plan.allowed.array)
-            span = slice(min(masked), max(masked) + 1)
-            copy(self._stream, self._plan.buffers["masks"][span], self._plan.allowed[span])
+            self._fill(masks, masked)
             decision = self.steps.end(rows)
         self._wait(sequences, steps, last=True)
         self._settled = True
@@ -291,6 +288,17 @@ class Stepper:
                 sequence.ahead = False
         self.phases.sampled(len(chosen), eagerly=self.steps.ran_eagerly(decision))
         return chosen, failed
+
+    def _fill(self, masks: TokenMasks, masked: Iterable[int]) -> None:
+        """Makes the masks of a step, whose ending is not launched yet, for the sequences `masked`.
+
+        The tokens of every earlier step with masks must have been taken: none still reads them."""
+        words = self._plan.allowed.array
+        if self._ranks is None:
+            masks.fill(words)
+        else:
+            span = slice(min(masked), max(masked) + 1)
+            self._ranks.fill_masks(masks.fill, words, span)
 
     def _take(
         self, sequences: list[Sequence], steps: Items[int], pieces: Items[Items[int]] = ()
@@ -322,18 +330,31 @@ class Stepper:
         return TokenLogprobs(sequence.tokens[-1], float(one["chosen"]), pairs)
 
     # --- many steps, the host behind
-    def begin_ahead(self, sequences: list[Sequence], *, drafts: bool) -> None:
+    def begin_ahead(
+        self,
+        sequences: list[Sequence],
+        *,
+        drafts: bool = False,
+        masks: TokenMasks | None = None,
+    ) -> None:
         """Prepares steps of these sequences that are launched before their tokens are taken.
 
         All sequences must be `on_device`.  The host writes no rows until `end_ahead`.  `drafts`:
-        the steps draft tokens, and leave no logits.
+        the steps draft tokens, and leave no logits.  `masks`: of the steps (`choose`).
         """
         self._settle()
-        self._set_rows(decode_rows(self._rows, sequences, device_state=True))
+        self._set_rows(decode_rows(self._rows, sequences, device_state=True), masks)
         for sequence in sequences:
             sequence.on_device = False  # the device's state is ahead of the host's
             sequence.has_logits = sequence.has_logits and not drafts
             self.ring.forget_all(sequence)
+
+    def choose(self, rows: int, masks: TokenMasks, sequences: Items[Sequence]) -> None:
+        """Ends a step of `rows` rows, whose layers are launched, with these masks."""
+        masked = {one.index for one in sequences} & {*masks.sequences}
+        if masked:
+            self._fill(masks, masked)
+        self.steps.end(rows)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:
         """Waits for the next token of each sequence and takes it.  Raises LogitsError."""

@@ -282,14 +282,6 @@ class Service:
         what = _PROMPT_FIELDS[wanted.kind]
         jobs: list[Job] = []
         kept = self._with_calls(wanted)
-        masked = kept.param if kept is not None else "echo"
-        if (kept is not None or wanted.echo_logprobs) and decoder.ranks > 1:
-            raise ApiError(
-                400,
-                f"{masked}: this server's model is split over GPUs, where tokens cannot be masked",
-                param=masked,
-                code="unsupported_parameter",
-            )
         for token, _ in wanted.sampling.logit_bias:
             if token >= vocabulary:
                 raise ApiError(

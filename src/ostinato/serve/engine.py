@@ -179,6 +179,11 @@ class _Entry:
     """The rest of the prompt, where its log probabilities are wanted: the next tokens, which are
     chosen by masks that allow nothing else."""
 
+    @property
+    def needs_mask(self) -> bool:
+        """True if not every token may come next."""
+        return bool(self.forced) or self.job.grammar is not None
+
 
 _COUNTED = (
     *("submitted", "prompt_tokens", "cached_tokens", "answer_tokens"),
@@ -516,7 +521,9 @@ class ServingEngine(Closeable):
 
     def _read_together(self) -> None:
         pieces, self._together = self._together, {}
-        chosen = self._decoder.prefill_batch(pieces, masks=self._masks(pieces))
+        with self._lock:
+            needing = self._needing(pieces)
+        chosen = self._decoder.prefill_batch(pieces, masks=self._masks(needing))
         with self._lock:
             self._took(chosen)
         self._flush()
@@ -537,41 +544,43 @@ class ServingEngine(Closeable):
             self._scheduler.was_read(action)
         self._flush()
 
-    def _masks(self, slots: Iterable[int]) -> TokenMasks | None:
-        """Returns the masks of the next step for those of the slots whose answers need one."""
-        needed: dict[int, _Entry] = {}
-        with self._lock:
-            for slot in slots:
-                number = self._scheduler.request_in(slot)
-                entry = None if number is None else self._entries.get(number)
-                if entry is not None and (entry.forced or entry.job.grammar is not None):
-                    needed[slot] = entry
+    def _needing(self, slots: Iterable[int]) -> dict[int, int]:
+        """Returns the requests, by slot, whose next token needs a mask.  The caller has
+        the lock."""
+        found = {}
+        for slot in slots:
+            number = self._scheduler.request_in(slot)
+            entry = None if number is None else self._entries.get(number)
+            if number is not None and entry is not None and entry.needs_mask:
+                found[slot] = number
+        return found
+
+    def _masks(self, needing: Mapping[int, int]) -> TokenMasks | None:
+        """Returns the masks of these requests, by slot, None without any.  A request that is over
+        may get any token: nobody takes it."""
 
         def fill(words: npt.NDArray[np.uint32]) -> None:
             grammars: dict[int, Grammar] = {}
-            for slot, entry in needed.items():
-                if entry.forced:
+            with self._lock:
+                entries = {slot: self._entries.get(number) for slot, number in needing.items()}
+            for slot, entry in entries.items():
+                words[slot] = 0xFFFFFFFF
+                if entry is not None and entry.forced:
                     words[slot] = 0
                     words[slot, entry.forced[0] // 32] = 1 << entry.forced[0] % 32
-                elif entry.job.grammar is not None:
+                elif entry is not None and entry.job.grammar is not None:
                     grammars[slot] = entry.job.grammar
             if grammars:
                 fill_masks(grammars, words)
 
-        return TokenMasks(tuple(needed), fill) if needed else None
+        return TokenMasks(tuple(needing), fill) if needing else None
 
     def _decode(self, action: Decode) -> None:
-        masks = self._masks(action.slots)
-        if masks is not None:  # the next masks depend on these tokens: no step is launched ahead
-            chosen = self._decoder.decode_batch(action.slots, masks=masks)
-            with self._lock:
-                self._counts["steps"] += 1
-                self._counts["step_rows"] += len(chosen)
-                self._scheduler.stepped()
-                self._took(dict(zip(action.slots, chosen, strict=True)))
-            self._flush()
-            return
-        run = self._decoder.run_batch(action.slots, count=1 if action.single else None)
+        with self._lock:
+            needing = self._needing(action.slots)
+        run = self._decoder.run_batch(
+            action.slots, count=1 if action.single else None, masks=self._masks(needing)
+        )
         rows = self._buckets.bucket(len(action.slots))
         look, finished = 0.0, action.single
         with run:
@@ -592,6 +601,7 @@ class ServingEngine(Closeable):
                             isinstance(ahead, Decode)
                             and not ahead.single
                             and self._buckets.bucket(len(ahead.slots)) == rows
+                            and self._needing(ahead.slots) == needing
                         )
                         if finished:
                             run.finish()

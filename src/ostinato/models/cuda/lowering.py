@@ -514,9 +514,12 @@ class Lowering:
             if kernel == "sample":
                 before = "rounded_head" if self.tuning.tiles else "head"
                 found["HEAD_BLOCKS"] = self.blocks("head", self.head_packing)
+                found["HEAD_TOKENS"] = 2 * self.shape("head", self.head_packing).block_pairs
                 found["PREVIOUS_STARTS"] = self.starts(before)
             else:
-                found["HEAD_BLOCKS"] = found["RANKS"] = given["ranks"]
+                ranks = given["ranks"]
+                assert isinstance(vocabulary, int) and isinstance(ranks, int)
+                found |= {"HEAD_BLOCKS": ranks, "RANKS": ranks, "HEAD_TOKENS": vocabulary // ranks}
         elif kernel == "draft":
             found = {"ROWS": self.rows, "LOOKUP_THREADS": _LOOKUP_THREADS, "DRAFT_KEY": DRAFT_KEY}
         elif kernel == "accept":

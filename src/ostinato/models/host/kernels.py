@@ -66,7 +66,7 @@ class Given:
     stops: Ints
     ring: Ints
     biases: Ints
-    masks: npt.NDArray[np.uint32]
+    allowed: npt.NDArray[np.uint32]
     logprobs: Ints
     counter: Ints
     options: npt.NDArray[np.uint64]
@@ -85,7 +85,6 @@ class Given:
     attended: Floats
     inner: Floats
     logits: Floats
-    adjusted: Floats
     drafted: Ints
     scored: Ints
     scores: Floats
@@ -429,10 +428,10 @@ def sample(a: Given) -> None:
     take, and updates the state of its sequence (`advance`).
 
     `history`: [sequences, context], the token at each position; penalties apply to those up to the
-    row's own.  `biases`: [sequences, MOST_BIASES] of `BIAS`; `masks`: a bit for each token, for
-    rows that are MASKED.  `adjusted`: [sequences, vocabulary], the logits changed by these;
-    `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen if a logit is NaN or the
-    largest is infinite: the model is broken, and any token would be meaningless.
+    row's own.  `biases`: [sequences, MOST_BIASES] of `BIAS`; `allowed`: a bit for each token, for
+    rows that are MASKED.  `logits` stay unchanged, and `logprobs` are made of them.  -1 is chosen
+    if a logit is NaN or the largest is infinite: the model is broken, and any token would be
+    meaningless.
     """
     settings = a.options.view(OPTIONS)
 
@@ -449,8 +448,7 @@ def sample(a: Given) -> None:
             biases = a.biases.view(BIAS)[sequence * MOST_BIASES :][:biased]
             seen = a.history[sequence * a.context : sequence * a.context + position + 1]
             allowed = _allowed(a, sequence) if flags & MASKED else None
-            values = a.adjusted[part]
-            values[...] = changed_by(
+            values = changed_by(
                 logits, repetition, frequency, presence, biases, seen, answer, allowed
             )
             best = int(values.argmax())
@@ -476,7 +474,7 @@ def sample(a: Given) -> None:
 def _allowed(a: Given, sequence: int) -> npt.NDArray[np.bool_]:
     """Returns whether each token is allowed by the sequence's mask."""
     words = -(-a.vocabulary // 32)
-    mask = a.masks[sequence * words : (sequence + 1) * words].astype("<u4", copy=False)
+    mask = a.allowed[sequence * words : (sequence + 1) * words].astype("<u4", copy=False)
     return np.unpackbits(mask.view(np.uint8), count=a.vocabulary, bitorder="little").view(np.bool_)
 
 

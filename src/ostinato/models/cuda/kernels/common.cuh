@@ -388,6 +388,13 @@ template <class T> DEVICE T exchange(T value, int mask) {
     return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
+// Loads from pinned memory what the host wrote before it launched the kernel.
+DEVICE u32 load_of_host(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
 // Stores 8 bytes to pinned memory, atomically for the host.
 DEVICE void store_for_host(int2* p, int2 v) {
     asm volatile("st.relaxed.sys.global.v2.s32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y)

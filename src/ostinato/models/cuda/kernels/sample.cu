@@ -15,9 +15,10 @@
 //
 // min_p needs no search: it is a lower limit of the scaled logit.
 //
-// With a penalty, a bias or a mask the logits are copied, minus infinity for tokens that the mask leaves
-// out, and those of the sequence's tokens and of the biases are changed in the copy (`change`).  All else,
-// including greedy, uses the copy then.
+// With a penalty or a bias the logits of the sequence's tokens and of the biases are changed in place, and
+// written back when a token is chosen (`Change`); no other logit is read for it.  The largest is then found from the
+// keys: those of the changed tokens, those of the head's blocks without one, and of the blocks with one only
+// those that could still be larger are read again.  With a mask, so are blocks whose key's token is left out.
 //
 // Log probabilities are those of the model's own logits.  The likeliest tokens are found as the top_k are.
 //
@@ -35,6 +36,7 @@ constexpr int INDEX_BITS = 21;          // a vocabulary has at most 2^21 tokens 
 DEVICE constexpr int bits_of(int n) { return n <= 1 ? 0 : 1 + bits_of((n + 1) / 2); }
 constexpr int SHIFT = 62 - bits_of(VOCAB);  // so that the sum of all weights fits
 static_assert(VOCAB <= 1 << INDEX_BITS && BINS % THREADS == 0, "vocabulary");
+static_assert(MOST_BIASES <= THREADS, "a bias a thread");
 
 // A token's place in the order; a larger place is earlier.
 typedef u64 Place;
@@ -69,16 +71,6 @@ DEVICE u32 draw(u64 seed, u32 position) {
     return c0 >> 8;
 }
 
-struct Workbench {
-    u64 sums[BINS];
-    u64 warps[WARPS];
-    Place list[LISTED];
-    int listed;
-    int found;    // the bin or digit in which the target lies
-    u64 before;   // the sum of all bins before `found`
-    u64 total;    // the sum of all bins
-};
-
 constexpr int WIDTH = VOCAB % 4 == 0 ? 4 : 1, VECTORS = VOCAB / WIDTH;
 
 DEVICE void load_vector(float (&values)[WIDTH], const float* logits, int at) {
@@ -90,27 +82,48 @@ DEVICE void load_vector(float (&values)[WIDTH], const float* logits, int at) {
     }
 }
 
-// Calls visit(logit, index) for every token, in any order.
-template <class Visit> DEVICE void scan_logits(const float* logits, const Visit& visit) {
-    constexpr int UNROLL = 2;
-    for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
-        float values[UNROLL][WIDTH];
+// The logits of a row, minus infinity for tokens that the mask leaves out; in shared memory, to save registers.
+struct Logits {
+    float* logits;
+    const u32* mask;  // null without
+
+    DEVICE u32 allowed(int first) const { return mask ? load_fresh(mask + first / 32) >> first % 32 : ~0u; }
+
+    DEVICE float operator[](int index) const {
+        return allowed(index) & 1 ? load_fresh(logits + index) : MINUS_INFINITY;
+    }
+
+    // Calls visit(logit, index) for every token, in any order.
+    template <class Visit> DEVICE void scan(const Visit& visit) const {
+        constexpr int UNROLL = 2;
+        for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
+            float values[UNROLL][WIDTH];
+            u32 bits = ~0u;
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++)
-            if (start + i * THREADS < VECTORS) load_vector(values[i], logits, start + i * THREADS);
+            for (int i = 0; i < UNROLL; i++)
+                if (start + i * THREADS < VECTORS) load_vector(values[i], logits, start + i * THREADS);
+            if (mask) {
+                bits = 0;
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            const int at = start + i * THREADS;
-            if (at >= VECTORS) continue;
+                for (int i = 0; i < UNROLL; i++)
+                    if (start + i * THREADS < VECTORS)
+                        bits |= (allowed((start + i * THREADS) * WIDTH) & ((1 << WIDTH) - 1)) << i * WIDTH;
+            }
 #pragma unroll
-            for (int j = 0; j < WIDTH; j++) visit(values[i][j], at * WIDTH + j);
+            for (int i = 0; i < UNROLL; i++) {
+                const int at = start + i * THREADS;
+                if (at >= VECTORS) continue;
+#pragma unroll
+                for (int j = 0; j < WIDTH; j++)
+                    visit(bits >> (i * WIDTH + j) & 1 ? values[i][j] : MINUS_INFINITY, at * WIDTH + j);
+            }
         }
     }
-}
+};
 
 // The tokens of one row: their logits, and the prefix of the order that may be chosen.
 struct Tokens {
-    const float* logits;
+    const Logits* logits;
     float largest, temperature;
     Place last;  // tokens after this place are left out
 
@@ -121,9 +134,31 @@ struct Tokens {
 
     // Calls visit(scaled logit, index) for every token, in any order.
     template <class Visit> DEVICE void scan(const Visit& visit) const {
-        scan_logits(logits, [&](float logit, int index) { visit(scaled(logit), index); });
+        logits->scan([&](float logit, int index) { visit(scaled(logit), index); });
     }
 };
+
+struct Workbench {
+    union {
+        u64 sums[BINS];
+        u32 halves[2 * BINS];   // of the sums
+        u32 touched[2 * BINS];  // a bit for each of the head's blocks
+    };
+    u64 warps[WARPS];
+    Place list[LISTED];
+    Tokens tokens;  // that a token is drawn from, or has its log probability among
+    int listed;
+    int found;    // the bin or digit in which the target lies
+    u64 before;   // the sum of all bins before `found`
+    u64 total;    // the sum of all bins
+};
+
+// Adds to a sum, in two halves: an addition of 64 bits in shared memory is a loop.
+DEVICE void add_to(Workbench& bench, int bin, u64 v) {
+    const u32 low = static_cast<u32>(v), before = atomicAdd(&bench.halves[2 * bin], low);
+    const u32 high = static_cast<u32>(v >> 32) + (before + low < before);
+    if (high) atomicAdd(&bench.halves[2 * bin + 1], high);
+}
 
 // Finds the bin in which the running sum reaches `target` (1 or more), and the sum before that bin.
 DEVICE void find_bin(Workbench& bench, u64 target) {
@@ -142,6 +177,7 @@ DEVICE void find_bin(Workbench& bench, u64 target) {
     if (lane == 31) bench.warps[warp] = sum;
     __syncthreads();
     u64 before = sum - own, total = 0;
+#pragma unroll 8
     for (int i = 0; i < WARPS; i++) {
         if (i < warp) before += bench.warps[i];
         total += bench.warps[i];
@@ -172,7 +208,7 @@ template <bool COUNTED> DEVICE void fill_bins(Workbench& bench, const Tokens& to
     tokens.scan([&](float scaled, int index) {
         if (place_of(scaled, index) < tokens.last) return;
         const u64 weight = COUNTED ? 1 : weight_of(scaled);
-        if (weight) atomicAdd(&bench.sums[bin_of(scaled)], weight);
+        if (weight) add_to(bench, bin_of(scaled), weight);
     });
 }
 
@@ -192,8 +228,6 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
         if (at < LISTED) bench.list[at] = place;
     });
     __syncthreads();
-    const int listed = bench.listed;
-    const bool complete = listed <= LISTED;
     // Digits of a place, largest first: 11, 11 and 10 bits of the logit, 11 and 10 of the index.
     Place prefix = 0;
     int above = 32 + INDEX_BITS;  // number of bits not found yet
@@ -206,15 +240,15 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
             if (place >> above != prefix) return;
             const u64 weight = COUNTED ? 1 : weight_of(scaled);
             const int digit = static_cast<int>(place >> shift) & highest;
-            if (weight) atomicAdd(&bench.sums[highest - digit], weight);
+            if (weight) add_to(bench, highest - digit, weight);
         };
-        if (complete) {
-            for (int i = thread; i < listed; i += THREADS)
+        if (bench.listed <= LISTED) {
+            for (int i = thread; i < bench.listed; i += THREADS)
                 add(bench.list[i], scaled_of(bench.list[i]));
         } else {
 #pragma unroll 1
             for (int index = thread; index < VOCAB; index += THREADS) {
-                const float scaled = tokens.scaled(load_fresh(tokens.logits + index));
+                const float scaled = tokens.scaled((*tokens.logits)[index]);
                 const Place place = place_of(scaled, index);
                 if (bin_of(scaled) == bin && place >= tokens.last) add(place, scaled);
             }
@@ -227,6 +261,8 @@ DEVICE Place find_token(Workbench& bench, const Tokens& tokens, u64 target) {
     return prefix;
 }
 
+DEVICE int token_of(u64 key) { return static_cast<int>(0xffffffffu - static_cast<u32>(key)); }
+
 DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
     const int lane = threadIdx.x % 32;
     key = largest_of_warp(key);
@@ -236,101 +272,16 @@ DEVICE u64 largest_of_block(Workbench& bench, u64 key) {
     return largest_of_warp(lane < WARPS ? bench.warps[lane] : 0);
 }
 
-// What a row's logits are changed by, and the copy in which they are.
-struct Changes {
-    const int* history;
-    const int2* biases;
-    const u32* mask;  // null without
-    float* adjusted;
-};
-
-// In the copy, a token of the history is a count before it is a logit again: a NaN whose lower bits say how
-// often the answer has the token.  No logit is NaN here.
+// In place of its logit, a token of the history has a count for a while: a NaN whose lower bits say how often
+// the answer has the token.  No logit is NaN here.
 constexpr u32 NONE = 0x7fc00000;
 DEVICE bool is_count(u32 word) { return word - NONE < 1u << 22; }
 
-// Changes the logits of the history's tokens in the copy, each once, and then those of the biases.  Each
-// operation is rounded separately, as in `sampling.changed`.  Tokens that are left out stay so.
-DEVICE void change(const Options& options, const float* logits, const Changes& to, int position) {
-    const float penalty = static_cast<float>(options.repetition_penalty);
-    const float frequency = options.frequency_penalty, presence = options.presence_penalty;
-    u32* const words = reinterpret_cast<u32*>(to.adjusted);
-    const int first = static_cast<int>(threadIdx.x), answer = options.answer;
-    const int start = penalty != 1.0f ? 0 : answer;
-    if (options.penalises()) {
-#pragma unroll 4
-        for (int i = start + first; i <= position; i += THREADS) {
-            const int token = load_fresh(to.history + i);
-            if (load_fresh(to.adjusted + token) != MINUS_INFINITY) words[token] = NONE;
-        }
-        __syncthreads();
-#pragma unroll 4
-        for (int i = answer + first; i <= position; i += THREADS) {
-            const int token = load_fresh(to.history + i);
-            if (is_count(load_fresh(words + token))) atomicAdd(words + token, 1u);
-        }
-        __syncthreads();
-#pragma unroll 4
-        for (int i = start + first; i <= position; i += THREADS) {
-            const int token = load_fresh(to.history + i);
-            const u32 word = load_fresh(words + token);
-            if (!is_count(word)) continue;  // another thread has the same token
-            const float count = static_cast<float>(word - NONE), logit = load_fresh(logits + token);
-            float value = logit < 0.0f ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
-            value = __fsub_rn(value, __fmul_rn(frequency, count));
-            if (word != NONE) value = __fsub_rn(value, presence);
-            to.adjusted[token] = value;
-        }
-        __syncthreads();
-    }
-    for (int i = first; i < options.biased; i += THREADS) {
-        const int2 one = to.biases[i];
-        to.adjusted[one.x] = __fadd_rn(load_fresh(to.adjusted + one.x), __uint_as_float(one.y));
-    }
-    __syncthreads();
-}
-
-// Copies the logits, and changes them.  Returns the key of the largest.
-DEVICE u64 copy_changed(Workbench& bench, const Options& options, const float* logits,
-                        const Changes& to, int position) {
-    constexpr int UNROLL = 4;  // loads before the first store, which later loads do not pass
-    u64 key = 0;
-    for (int start = threadIdx.x; start < VECTORS; start += UNROLL * THREADS) {
-        float values[UNROLL][WIDTH];
-        u32 allowed[UNROLL];
-#pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            const int at = start + i * THREADS, first = at * WIDTH;
-            if (at >= VECTORS) continue;
-            load_vector(values[i], logits, at);
-            allowed[i] = to.mask ? load_fresh(to.mask + first / 32) >> first % 32 : ~0u;
-        }
-#pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            const int at = start + i * THREADS;
-            if (at >= VECTORS) continue;
-#pragma unroll
-            for (int j = 0; j < WIDTH; j++) {
-                if (!(allowed[i] >> j & 1)) values[i][j] = MINUS_INFINITY;
-                key = largest(key, logit_key(values[i][j], at * WIDTH + j));
-            }
-            if constexpr (WIDTH == 4)
-                reinterpret_cast<float4*>(to.adjusted)[at] =
-                    make_float4(values[i][0], values[i][1], values[i][2], values[i][3]);
-            else
-                to.adjusted[at] = values[i][0];
-        }
-    }
-    __syncthreads();  // before other threads read the copy
-    if (options.penalises() || options.biased) {
-        change(options, logits, to, position);
-        key = 0;
-        scan_logits(to.adjusted, [&](float logit, int index) {
-            key = largest(key, logit_key(logit, index));
-        });
-    }
-    return largest_of_block(bench, key);
-}
+// The head's blocks, whose largest keys are read: of so many tokens each.  Ranks have few of very many.
+constexpr int BLOCK_TOKENS = HEAD_TOKENS, BLOCK_WORDS = ceil_div(HEAD_BLOCKS, 32);
+constexpr bool FEW_TOKENS = BLOCK_TOKENS <= 512;
+constexpr int AGAIN = 2 * WARPS;  // blocks that are read again one by one; more are read all together
+static_assert(!FEW_TOKENS || BLOCK_WORDS <= 2 * BINS, "a bit each");
 
 struct Logprobs {  // program.LOGPROBS
     float chosen;
@@ -338,17 +289,141 @@ struct Logprobs {  // program.LOGPROBS
     float top[MOST_LOGPROBS];
 };
 
-// Writes the log probabilities of a token and of the `count` likeliest ones.  `best`: the largest logit.
-DEVICE void write_logprobs(Workbench& bench, const float* logits, float best, int token, int count,
-                           Logprobs& found) {
-    Tokens tokens{logits, best, 1.0f, 0};
+// A row's logits, and what changes them by penalties and biases; in shared memory too.  All threads call.
+struct Change {
+    Row now;
+    float most;  // of the model's own logits
+    Logprobs* found;
+    Logits row;
+    const int* history;
+    const int2* biases;
+    u32* kept;  // for each position its token's own logit; a count if another position has it
+    float* unbiased;  // for each bias its token's logit without it
+    int start, biased;
+
+    DEVICE bool is_any() const { return start <= now.position || biased; }
+
+    // Calls visit(position, its token) for this thread's positions, always the same ones.
+    template <class Visit> DEVICE void each(const Visit& visit) const {
+#pragma unroll 1
+        for (int i = start + threadIdx.x; i <= now.position; i += THREADS) visit(i, load_fresh(history + i));
+    }
+    // Calls visit(token, bias) if this thread has a bias.
+    template <class Visit> DEVICE void own_bias(const Visit& visit) const {
+        if (static_cast<int>(threadIdx.x) >= biased) return;
+        const int2 one = biases[threadIdx.x];
+        visit(one.x, __uint_as_float(static_cast<u32>(one.y)));
+    }
+
+    DEVICE static void touch(Workbench& bench, int token) {
+        if constexpr (FEW_TOKENS) {
+            const int block = token / BLOCK_TOKENS;
+            atomicOr(&bench.touched[block / 32], 1u << block % 32);
+        }
+    }
+
+    // Changes the logits in place; each operation is rounded separately, as in `sampling.changed`.
+    DEVICE void make(Workbench& bench, const Options& options) const {
+        u32* const words = reinterpret_cast<u32*>(row.logits);
+        each([&](int i, int token) {
+            kept[i] = atomicExch(words + token, NONE);  // the first to come has the logit
+            touch(bench, token);
+        });
+        __syncthreads();
+        const float frequency = options.frequency_penalty, presence = options.presence_penalty;
+        if (frequency != 0.0f || presence != 0.0f) {
+            const int answer = options.answer;
+            each([&](int i, int token) {
+                if (i >= answer) atomicAdd(words + token, 1u);
+            });
+            __syncthreads();
+        }
+        const float penalty = static_cast<float>(options.repetition_penalty);
+        each([&](int i, int token) {
+            const u32 own = kept[i];
+            if (is_count(own)) return;
+            const float logit = __uint_as_float(own);
+            const u32 count = load_fresh(words + token) - NONE;
+            float value = logit < 0.0f ? __fmul_rn(logit, penalty) : __fdiv_rn(logit, penalty);
+            value = __fsub_rn(value, __fmul_rn(frequency, static_cast<float>(count)));
+            if (count) value = __fsub_rn(value, presence);
+            row.logits[token] = value;
+        });
+        __syncthreads();
+        own_bias([&](int token, float bias) {
+            touch(bench, token);
+            const float own = unbiased[threadIdx.x] = load_fresh(row.logits + token);
+            row.logits[token] = __fadd_rn(own, bias);
+        });
+        __syncthreads();
+    }
+
+    // Returns the largest key of the row's logits, as they are now.  `keys`: those of the head's blocks, of the
+    // model's own.
+    DEVICE u64 best(Workbench& bench, const u64* keys) const {
+        u64 key = 0;
+        auto look = [&](int token) { key = largest(key, logit_key(row[token], token)); };
+        if constexpr (FEW_TOKENS) {
+            each([&](int, int token) { look(token); });
+            own_bias([&](int token, float) { look(token); });
+            for (int i = threadIdx.x; i < HEAD_BLOCKS; i += THREADS) {
+                const u64 one = load_fresh(keys + i);
+                if (row.mask && !(row.allowed(token_of(one)) & 1)) touch(bench, token_of(one));
+                else if (!(bench.touched[i / 32] >> i % 32 & 1)) key = largest(key, one);
+            }
+            if (threadIdx.x == 0) bench.listed = 0;
+            key = largest_of_block(bench, key);
+            const int lane = threadIdx.x % 32;
+            auto again = [&](int word) {
+                const int own = word * 32 + lane;
+                const bool is = own < HEAD_BLOCKS && (bench.touched[word] >> lane & 1);
+                return __ballot_sync(0xffffffffu, is && load_fresh(keys + own) > key);
+            };
+            int count = 0;
+            for (int word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) count += __popc(again(word));
+            if (lane == 0 && count) atomicAdd(&bench.listed, count);
+            __syncthreads();
+            if (bench.listed <= AGAIN) {
+                u64 found = key;
+                for (int word = threadIdx.x / 32; word < BLOCK_WORDS; word += WARPS) {
+                    for (u32 left = again(word); left; left &= left - 1) {
+                        const int first = (word * 32 + __ffs(left) - 1) * BLOCK_TOKENS;
+                        for (int i = lane; i < BLOCK_TOKENS; i += 32)
+                            if (first + i < VOCAB)
+                                found = largest(found, logit_key(row[first + i], first + i));
+                    }
+                }
+                return largest_of_block(bench, found);
+            }
+        }
+        row.scan([&](float logit, int index) { key = largest(key, logit_key(logit, index)); });
+        return largest_of_block(bench, key);
+    }
+
+    // A bias may have been added to a changed logit, so it is taken back first.
+    DEVICE void undo() const {
+        __syncthreads();
+        own_bias([&](int token, float) { row.logits[token] = unbiased[threadIdx.x]; });
+        __syncthreads();
+        each([&](int i, int token) {
+            const u32 own = kept[i];
+            if (!is_count(own)) row.logits[token] = __uint_as_float(own);
+        });
+        __syncthreads();
+    }
+};
+
+// Writes the log probabilities of a token and of the `count` likeliest ones.
+DEVICE void write_logprobs(Workbench& bench, const Change& change, int token, int count) {
+    Tokens& tokens = bench.tokens;
+    if (threadIdx.x == 0) tokens = {&change.row, change.most, 1.0f, 0};
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     const double mass = log(static_cast<double>(bench.total) / static_cast<double>(1ull << SHIFT));
     auto log_probability = [&](float scaled) {
         return static_cast<float>(static_cast<double>(scaled) - mass);
     };
-    if (threadIdx.x == 0) found.chosen = log_probability(tokens.scaled(load_fresh(logits + token)));
+    if (threadIdx.x == 0) change.found->chosen = log_probability(tokens.scaled(change.row[token]));
     if (count) {
         fill_bins<true>(bench, tokens);
         const Place last = find_token<true>(bench, tokens, count);
@@ -362,9 +437,10 @@ DEVICE void write_logprobs(Workbench& bench, const float* logits, float best, in
         if (threadIdx.x < count) {
             const Place own = bench.list[threadIdx.x];
             int rank = 0;
+#pragma unroll 1
             for (int i = 0; i < count; i++) rank += bench.list[i] > own;
-            found.tokens[rank] = index_of(own);
-            found.top[rank] = log_probability(scaled_of(own));
+            change.found->tokens[rank] = index_of(own);
+            change.found->top[rank] = log_probability(scaled_of(own));
         }
     }
     __threadfence_system();  // before the token, at which the host begins to read
@@ -372,66 +448,64 @@ DEVICE void write_logprobs(Workbench& bench, const float* logits, float best, in
 }
 
 // Draws a token by temperature, top_k, top_p and min_p.  `best`: the largest logit.
-DEVICE int draw_token(Workbench& bench, const Options& options, const float* logits, float best,
-                      int position) {
-    Tokens tokens{logits, best, static_cast<float>(options.temperature), 0};
-    const int top_k = options.top_k;
-    const double top_p = options.top_p;
-    if (top_k > 0 && top_k < VOCAB) {
+DEVICE int draw_token(Workbench& bench, const Options& options, const Change& change, float best) {
+    Tokens& tokens = bench.tokens;
+    if (threadIdx.x == 0) tokens = {&change.row, best, static_cast<float>(options.temperature), 0};
+    if (options.top_k > 0 && options.top_k < VOCAB) {
         fill_bins<true>(bench, tokens);
-        tokens.last = find_token<true>(bench, tokens, top_k);
+        const Place last = find_token<true>(bench, tokens, options.top_k);
+        if (threadIdx.x == 0) tokens.last = last;
     }
-    const double min_p = options.min_p;
     fill_bins<false>(bench, tokens);
     find_bin(bench, 1);
     u64 mass = bench.total;
-    if (top_p < 1.0) {
-        const u64 wanted = static_cast<u64>(ceil(top_p * static_cast<double>(mass)));
-        tokens.last = find_token<false>(bench, tokens, min(max(wanted, 1ull), mass));
+    if (options.top_p < 1.0) {
+        const u64 wanted = static_cast<u64>(ceil(options.top_p * static_cast<double>(mass)));
+        const Place last = find_token<false>(bench, tokens, min(max(wanted, 1ull), mass));
+        if (threadIdx.x == 0) tokens.last = last;
     }
-    if (min_p > 0.0) {  // keeps all tokens with the least allowed scaled logit, whatever their index
-        const Place least = static_cast<u64>(ordered(static_cast<float>(log(min_p)))) << INDEX_BITS;
-        tokens.last = largest(tokens.last, least);
+    if (options.min_p > 0.0) {  // keeps all tokens with the least allowed scaled logit, whatever their index
+        const Place least = static_cast<u64>(ordered(static_cast<float>(log(options.min_p)))) << INDEX_BITS;
+        if (threadIdx.x == 0) tokens.last = largest(tokens.last, least);
     }
-    if (top_p < 1.0 || min_p > 0.0) {
+    if (options.top_p < 1.0 || options.min_p > 0.0) {
         fill_bins<false>(bench, tokens);
         find_bin(bench, 1);
         mass = bench.total;
     }
     // floor(uniform * mass), exactly: 24 bits times 62.
-    const u64 u = draw(options.seed, static_cast<u32>(position + 1));
+    const u64 u = draw(options.seed, static_cast<u32>(change.now.position + 1));
     const u64 drawn = __umul64hi(u << 40, mass);
     return index_of(find_token<false>(bench, tokens, drawn + 1));
 }
 
-DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* logits,
-                      const Options* options, const u64* keys, const Changes& to, int* logprobs,
-                      u32 ring_size) {
+DEVICE int sample_row(Workbench& bench, bool plain, const Options* options, const u64* keys,
+                      Change& change) {
     const int thread = threadIdx.x;
-    const Row& row = sampled.row;
     u64 key = 0;
 #pragma unroll 4
     for (int i = thread; i < HEAD_BLOCKS; i += THREADS) key = largest(key, load_fresh(keys + i));
     key = largest_of_block(bench, key);
     if (key == NAN_KEY) return -1;
-    const Options& own = options[row.sequence];
-    const float best = from_ordered(static_cast<u32>(key >> 32));  // of the model's own logits
-    const float* used = logits;
-    if (!sampled.plain && (to.mask || own.penalises() || own.biased)) {
-        key = copy_changed(bench, own, logits, to, row.position);
-        used = to.adjusted;
+    if (plain) return greedy_token(key);
+    const Options& own = options[change.now.sequence];
+    if (thread == 0) change.most = from_ordered(static_cast<u32>(key >> 32));
+    if (change.is_any() || change.row.mask) {
+        clear_bins(bench);  // no block is touched
+        if (change.is_any()) change.make(bench, own);
+        key = change.best(bench, keys);
     }
-    const float logit = from_ordered(static_cast<u32>(key >> 32));
-    if (isinf(logit)) return -1;
-    int token = static_cast<int>(0xffffffffu - static_cast<u32>(key));
-    if (sampled.plain) return token;
-    if (own.temperature != 0.0) {
+    int token = greedy_token(key);
+    if (token >= 0 && own.temperature != 0.0) {
         __syncthreads();  // before the bench is reused
-        token = draw_token(bench, own, used, logit, row.position);
+        const float most = from_ordered(static_cast<u32>(key >> 32));
+        token = draw_token(bench, own, change, most);
     }
-    if (own.logprobs && !isinf(best)) {
-        Logprobs* const ring = reinterpret_cast<Logprobs*>(logprobs);
-        write_logprobs(bench, logits, best, token, own.logprobs - 1, ring[(row.position + 1) % ring_size]);
+    if (change.is_any()) change.undo();
+    if (token >= 0 && own.logprobs && !isinf(change.most)) {
+        __syncthreads();  // all have read the mask
+        if (thread == 0) change.row.mask = nullptr;
+        write_logprobs(bench, change, token, own.logprobs - 1);
     }
     return token;
 }
@@ -440,39 +514,56 @@ DEVICE int sample_row(Workbench& bench, const SampledRow& sampled, const float* 
 // For several ranks: each rank has all logits, and one key of each rank instead of those of `head`'s blocks.
 static_assert(HEAD_BLOCKS == RANKS, "a key a rank");
 KERNEL __launch_bounds__(THREADS, 1)
-    sample_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
-                    int* state, int2* ring, const int* history, float* adjusted, const int2* biases,
-                    const u32* masks, int* logprobs, const u64* keys, u32 row_count, u32 vocabulary,
+    sample_of_ranks(const int* live, float* logits, const Options* options, const int* stops,
+                    int* state, int2* ring, const int* history, u32* kept, const int2* biases,
+                    const u32* allowed, u32* masks, int* logprobs, const u64* keys, u32 row_count, u32 vocabulary,
                     u32 stop_count, u32 context, u32 ring_size, u32 ranks) {
     constexpr bool EARLY = false;  // other ranks' keys are not written by kernels of this step
 #else
 KERNEL __launch_bounds__(THREADS, 1)
-    sample(const int* live, const float* logits, const Options* options, const int* stops, int* state,
-           int2* ring, const int* history, float* adjusted, const int2* biases, const u32* masks,
-           int* logprobs, float* workspace, u32 row_count, u32 vocabulary, u32 stop_count, u32 context,
+    sample(const int* live, float* logits, const Options* options, const int* stops, int* state,
+           int2* ring, const int* history, u32* kept, const int2* biases, const u32* allowed,
+           u32* masks, int* logprobs, float* workspace, u32 row_count, u32 vocabulary, u32 stop_count, u32 context,
            u32 ring_size) {
     constexpr bool EARLY = PREVIOUS_STARTS != AT_START;  // then `embed` has ended
     const u64* const keys = keys_of(workspace);
 #endif
     __shared__ Workbench bench;
+    __shared__ Change change;
     __shared__ Ending endings[32];  // one for each thread of the first warp, to save registers
     start_next_at<AT_START>();
     if constexpr (!EARLY) wait_for_previous();
     const SampledRow sampled(live, options);
     if (threadIdx.x < 32) endings[threadIdx.x] = ending_of(sampled, options, stops);
+    // The mask comes over the bus, once: the host made it before it launched this kernel.
+    constexpr int WORDS = ceil_div(VOCAB, 32);
+    u32* const mask = sampled.row.flags & MASKED ? masks + static_cast<long long>(sampled.row.sequence) * WORDS : nullptr;
+    if (sampled.wanted && mask)
+        for (int i = threadIdx.x; i < WORDS; i += THREADS)
+            mask[i] = load_of_host(allowed + (mask - masks) + i);
     if constexpr (EARLY) wait_for_previous();
     start_next_at<AFTER_WAIT>();
     if (!sampled.wanted) return;
     const long long sequence = sampled.row.sequence;
-    const bool masked = sampled.row.flags & MASKED;
-    const Changes to{history + sequence * context, biases + sequence * MOST_BIASES,
-                     masked ? masks + sequence * ceil_div(VOCAB, 32) : nullptr,
-                     adjusted + sequence * VOCAB};
-    const int token =
-        sample_row(bench, sampled, logits + sequence * VOCAB, options,
-                   keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS, to,
-                   logprobs + sequence * ring_size * (sizeof(Logprobs) / sizeof(int)), ring_size);
+    if (threadIdx.x == 0) {
+        u32* const own_kept = kept + sequence * (context + MOST_BIASES);
+        const Options& own = options[sequence];
+        const int position = sampled.row.position;
+        Logprobs* const ring = reinterpret_cast<Logprobs*>(logprobs) + sequence * ring_size;
+        change = {sampled.row,
+                  0.0f,
+                  ring + (position + 1) % ring_size,
+                  {logits + sequence * VOCAB, mask},
+                  history + sequence * context,
+                  biases + sequence * MOST_BIASES,
+                  own_kept,
+                  reinterpret_cast<float*>(own_kept + context),
+                  !own.penalises() ? position + 1 : own.repetition_penalty != 1.0 ? 0 : own.answer,
+                  own.biased};
+    }
+    const int token = sample_row(bench, sampled.plain, options,
+                                 keys + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS, change);
     if (threadIdx.x < 32)
-        advance(sampled.row, token, endings[threadIdx.x], state, ring, context, ring_size);
+        advance(change.now, token, endings[threadIdx.x], state, ring, context, ring_size);
     start_next_at<BEFORE_OUTPUT>();
 }

@@ -30,9 +30,9 @@ KERNEL __launch_bounds__(32)
 
 // A row that is not greedy needs more than the best logit: it gets no token (-1), as for NaN and infinity.
 KERNEL __launch_bounds__(32)
-    best_of_ranks(const int* live, const float* logits, const Options* options, const int* stops,
-                  int* state, int2* ring, const int* history, float* adjusted, const int2* biases,
-                  const u32* masks, int* logprobs, const u64* keys,
+    best_of_ranks(const int* live, float* logits, const Options* options, const int* stops,
+                  int* state, int2* ring, const int* history, u32* kept, const int2* biases,
+                  const u32* allowed, u32* masks, int* logprobs, const u64* keys,
                   u32 row_count, u32 vocabulary, u32 stop_count, u32 context, u32 ring_size,
                   u32 ranks) {
     start_next_at<AT_START>();
