@@ -5,11 +5,13 @@
 Each program of `observe_programs.py` runs in three processes: without the line, with it, and
 without it once more.  All three are on the GPU at once and work by turns, so that clocks and other
 load change for all of them; a turn is the median of its steps, with a wait for the GPU after each.
-`times` is the median, over the turns, of the step with the line by the one without it; `control`
-that of the two processes without it: what two equal processes differ in.  `answers`: every array
-of the fifth step has the same bits in the three.  `listed` are the graphs that `observed()`
-knows, of those that were `captured`.  `capture_end_ms` is the time of torch's `capture_end`, in
-which a graph is instantiated, of all captures; `observed_…` with `keep_graph` by the observer.
+Two equal processes differ by more than the line costs (`control`: the two without it), so the
+process with the line also has turns in which the observation is closed: `times` is the median, over
+the turns, of a step by one while it is closed, on the same executables.  `processes` is the same of
+the process with the line by that without it.  `answers`: every array of the fifth step has the same
+bits in the three.  `listed` are the graphs that `observed()` knows, of those that were `captured`.
+`capture_end_ms` is the time of torch's `capture_end`, in which a graph is instantiated, of all
+captures; `observed_…` with `keep_graph` by the observer.
 
 Without torch and a GPU nothing is measured.  The last line is one JSON object.
 """
@@ -24,6 +26,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,26 +91,33 @@ def measure(ways: Mapping[str, Program], turns: int) -> dict[str, Any]:
     """Returns the row of a program, whose processes have said that they are ready."""
     plain = ways["plain"]
     steps = max(5, min(2000, int(_TURN_SECONDS * 1e6 / plain.ask("turn", 20)["us"])))
-    found: dict[str, list[float]] = {way: [] for way in ways}
+    found: dict[str, list[float]] = {way: [] for way in (*ways, "closed")}
     for turn in range(turns):
-        for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
-            found[way].append(ways[way].ask("turn", steps)["us"])
+        order = [(way, "turn") for way in ways] + [("observed", "closed")]
+        for way, word in order[turn % 4 :] + order[: turn % 4]:
+            name = way if word == "turn" else word
+            found[name].append(ways[way].ask(word, steps)["us"])
 
-    def times(way: str) -> float:
-        ratios = [one / other for one, other in zip(found[way], found["plain"], strict=True)]
+    def times(way: str, by: str) -> float:
+        ratios = [one / other for one, other in zip(found[way], found[by], strict=True)]
         return round(statistics.median(ratios), 4)
 
     answers = {way: program.ask("answers") for way, program in ways.items()}
     digests = [answer["digests"] for answer in answers.values()]
+    observed = answers["observed"]
     return {
-        "step_us": round(statistics.median(found["plain"]), 2),
+        "step_us": round(statistics.median(found["closed"]), 2),
         "observed_us": round(statistics.median(found["observed"]), 2),
-        "times": times("observed"),
-        "control": times("again"),
+        "times": times("observed", "closed"),
+        "processes": times("observed", "plain"),
+        "control": times("again", "plain"),
         "arrays": len(digests[0]),
         "answers": "equal" if digests.count(digests[0]) == len(digests) else "different",
-        "listed": len(answers["observed"]["nodes"]),
-        "nodes": sum(answers["observed"]["nodes"]),
+        "captured": observed["captured"],
+        "listed": len(observed["nodes"]),
+        "nodes": sum(observed["nodes"]),
+        "capture_end_ms": answers["again"]["capture_end_ms"],
+        "observed_capture_end_ms": observed["capture_end_ms"],
         "steps": steps * turns,
     }
 
@@ -131,7 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "TRITON_CACHE_AUTOTUNING": "1",
         }
         programs: dict[str, dict[str, Program]] = {name: {} for name in names}
-        ready: dict[str, dict[str, Any]] = {name: {} for name in names}
         # The first ones compile and tune; the others find that in the caches.
         for several in (WAYS[:1], WAYS[1:]):
             started = {
@@ -143,29 +152,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for way in several
             }
             for (name, way), program in started.items():
-                said = common.optional(skipped, name, program.answer)
-                if said is not None:
-                    programs[name][way], ready[name][way] = program, said  # type: ignore[assignment]
+                if common.optional(skipped, name, program.answer) is not None:
+                    programs[name][way] = program
         for name in names:
             if name in skipped:
                 continue
-            row = common.optional(skipped, name, lambda: measure(programs[name], turns))  # noqa: B023
+            row = common.optional(skipped, name, partial(measure, programs[name], turns))
             if row is not None:
-                captures = ready[name]
-                about: dict[str, Any] = {"program": name}
-                about["captured"] = captures["observed"]["captured"]
-                about["capture_end_ms"] = captures["again"]["capture_end_ms"]
-                about["observed_capture_end_ms"] = captures["observed"]["capture_end_ms"]
-                rows.append({**about, **row})  # type: ignore[dict-item]
-    columns = ["program", "step_us", "observed_us", "times", "control", "answers", "captured"]
-    columns += ["listed", "nodes", "capture_end_ms", "observed_capture_end_ms"]
+                rows.append({"program": name, **row})  # type: ignore[dict-item]
+    columns = [name for name in rows[0] if name not in ("arrays", "steps")] if rows else []
     print(common.table("Programs under observe()", rows, columns))
     with ost.open_device(chosen.device) as device:
         common.emit(
             "observe",
             device,
             chosen.out,
-            ceiling={"what": "a step without the line; at most so many times of it", "us": MOST},
+            ceiling={"what": "a step without the line; at most so many times of it", "times": MOST},
             settings={
                 "turns": turns,
                 "torch": torch.__version__,

@@ -4,7 +4,8 @@
 
 `observe` as a second argument adds the one line that is measured.  The process prints a line of
 JSON when its graphs are captured, and then answers lines of standard input: `answers` with digests
-of what the program computed, `turn N` with the median time of N steps.
+of what the program computed, `turn N` with the median time of N steps, and `closed N` with the same
+while the observation is closed.
 """
 
 import hashlib
@@ -143,7 +144,7 @@ def main():
     if observing:
         from ostinato.interop.torch import observe, observed
 
-        observe()  # the line
+        watch = observe()  # the line
     seconds = []
     end = torch.cuda.CUDAGraph.capture_end
 
@@ -158,16 +159,22 @@ def main():
         answers = step()
     torch.cuda.synchronize()
     digests = [hashlib.sha256(a.detach().cpu().numpy().tobytes()).hexdigest() for a in answers]
-    ready = {"captured": len(seconds), "capture_end_ms": round(1e3 * sum(seconds), 3)}
-    print(json.dumps(ready), flush=True)
+    print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         word, *numbers = line.split()
         if word == "answers":
             graphs = observed() if observing else ()
-            nodes = [one.nodes for one in graphs]
             print(*graphs, sep="\n", file=sys.stderr)
-            print(json.dumps({"digests": digests, "nodes": nodes}), flush=True)
+            found = {
+                "digests": digests,
+                "nodes": [one.nodes for one in graphs],
+                "captured": len(seconds),
+                "capture_end_ms": round(1e3 * sum(seconds), 3),
+            }
+            print(json.dumps(found), flush=True)
             continue
+        if word == "closed":
+            watch.close()
         times = []
         for _ in range(int(numbers[0])):
             torch.cuda.synchronize()
@@ -175,6 +182,8 @@ def main():
             step()
             torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
+        if word == "closed":
+            watch = observe()
         print(json.dumps({"us": round(1e6 * statistics.median(times), 3)}), flush=True)
 
 

@@ -384,7 +384,7 @@ def _switch() -> None:
 
 def armed() -> bool:
     """True while a box is armed that watches all executables."""
-    return any(box._runs is None for box in _boxes)
+    return bool(_boxes) and any(box._runs is None for box in _boxes)
 
 
 def watch_process() -> None:

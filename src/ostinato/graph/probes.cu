@@ -40,3 +40,13 @@ KERNEL ostinato_digest(const unsigned char* memory, const Word nbytes, const Wor
     __syncthreads();
     if (threadIdx.x == 0) out[blockIdx.x] = sum;
 }
+
+// For words in host memory: 2, a graph has begun; 1, a node has finished (explain/crumbs.py).
+KERNEL ostinato_begin(unsigned* words, const unsigned n) {
+    for (unsigned i = threadIdx.x; i < n; i += blockDim.x) ((volatile unsigned*)words)[i] = 2;
+}
+
+// Past the caches; the end of the kernel need not wait until the host has it.  One thread.
+KERNEL ostinato_crumb(unsigned* word) {
+    asm volatile("st.mmio.relaxed.sys.u32 [%0], 1;" : : "l"(word) : "memory");
+}
