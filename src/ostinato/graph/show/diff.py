@@ -167,6 +167,28 @@ class GraphDiff:
         head = [f"--- {self.before}", f"+++ {self.after}"]
         return "\n".join([*head, *map(str, self.nodes), *map(str, self.edges)])
 
+    def side_by_side(self) -> str:
+        """Returns the same as text in two columns, the first graph on the left."""
+        rows = [("", self.before, self.after)]
+        for node in self.nodes:
+            title = _title(node.kind, demangled(node.name))
+            for sign, text in ((node.sign, title), ("", node.details)):
+                one, two = (
+                    "" if place is None else f"{place}  {text}" if sign else f"   {text}"
+                    for place in (node.before, node.after)
+                )
+                rows += [(sign, one, two)] if text else []
+            rows += [
+                ("", f"   {f.field}: {f.before}", f"   {f.field}: {f.after}") for f in node.fields
+            ]
+        for edge in self.edges:
+            told = f"edge {edge.source} → {edge.target}"
+            rows.append(("+", "", told) if edge.added else ("-", told, ""))
+        if self.empty:
+            return "no difference"
+        wide = max(len(row[1]) for row in rows)
+        return "\n".join(f"{sign:1} {one:{wide}} │ {two}".rstrip() for sign, one, two in rows)
+
     def to_dict(self) -> dict[str, object]:
         """Returns plain data for `json.dumps`, schema "ostinato.diff/1"."""
         names = ("added", "removed", "changed", "edges_added", "edges_removed")
