@@ -6,12 +6,14 @@ Each program of `observe_programs.py` runs in three processes: without the line,
 without it once more.  All three are on the GPU at once and work by turns, so that clocks and other
 load change for all of them; a turn is the median of its steps, with a wait for the GPU after each.
 Two equal processes differ by more than the line costs (`control`: the two without it), so the
-process with the line also has turns in which the observation is closed: `times` is the median, over
-the turns, of a step by one while it is closed, on the same executables.  `processes` is the same of
-the process with the line by that without it.  `answers`: every array of the fifth step has the same
-bits in the three.  `listed` are the graphs that `observed()` knows, of those that were `captured`.
-`capture_end_ms` is the time of torch's `capture_end`, in which a graph is instantiated, of all
-captures; `observed_…` with `keep_graph` by the observer.
+process with the line also times steps while the observation is closed and while it is open, ten by
+ten, on the same executables: `times` is the ratio of their medians, as the median of several.
+`processes` is the process with the line by that without it.
+
+`answers`: every array of the fifth step has the same bits in the three.  `listed` are the graphs
+that `observed()` knows, of those that were `captured`.  `capture_end_ms` is the time of torch's
+`capture_end`, in which a graph is instantiated, of all captures; `observed_…` with `keep_graph` by
+the observer.
 
 Without torch and a GPU nothing is measured.  The last line is one JSON object.
 """
@@ -44,7 +46,7 @@ PROGRAMS = (
 WAYS = ("plain", "observed", "again")
 MOST = 1.005
 """The most times of a step without the line that was asked for."""
-_TURNS, _TURN_SECONDS = 12, 0.12
+_TURNS, _TURN_SECONDS = 7, 0.15
 
 
 class Program:
@@ -90,27 +92,27 @@ def running(name: str, observed: bool, log: Path, env: Mapping[str, str]) -> Ite
 def measure(ways: Mapping[str, Program], turns: int) -> dict[str, Any]:
     """Returns the row of a program, whose processes have said that they are ready."""
     plain = ways["plain"]
-    steps = max(5, min(2000, int(_TURN_SECONDS * 1e6 / plain.ask("turn", 20)["us"])))
-    found: dict[str, list[float]] = {way: [] for way in (*ways, "closed")}
+    steps = max(4, min(2000, int(_TURN_SECONDS * 1e6 / plain.ask("turn", 20)["us"])))
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    pairs = []
     for turn in range(turns):
-        order = [(way, "turn") for way in ways] + [("observed", "closed")]
-        for way, word in order[turn % 4 :] + order[: turn % 4]:
-            name = way if word == "turn" else word
-            found[name].append(ways[way].ask(word, steps)["us"])
+        for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
+            found[way].append(ways[way].ask("turn", steps)["us"])
+        pairs.append(ways["observed"].ask("pairs", 2 * steps))
 
-    def times(way: str, by: str) -> float:
-        ratios = [one / other for one, other in zip(found[way], found[by], strict=True)]
+    def times(way: str) -> float:
+        ratios = [one / other for one, other in zip(found[way], found["plain"], strict=True)]
         return round(statistics.median(ratios), 4)
 
     answers = {way: program.ask("answers") for way, program in ways.items()}
     digests = [answer["digests"] for answer in answers.values()]
     observed = answers["observed"]
     return {
-        "step_us": round(statistics.median(found["closed"]), 2),
-        "observed_us": round(statistics.median(found["observed"]), 2),
-        "times": times("observed", "closed"),
-        "processes": times("observed", "plain"),
-        "control": times("again", "plain"),
+        "step_us": round(statistics.median(p["closed_us"] for p in pairs), 2),
+        "observed_us": round(statistics.median(p["us"] for p in pairs), 2),
+        "times": round(statistics.median(p["us"] / p["closed_us"] for p in pairs), 4),
+        "processes": times("observed"),
+        "control": times("again"),
         "arrays": len(digests[0]),
         "answers": "equal" if digests.count(digests[0]) == len(digests) else "different",
         "captured": observed["captured"],
@@ -118,7 +120,7 @@ def measure(ways: Mapping[str, Program], turns: int) -> dict[str, Any]:
         "nodes": sum(observed["nodes"]),
         "capture_end_ms": answers["again"]["capture_end_ms"],
         "observed_capture_end_ms": observed["capture_end_ms"],
-        "steps": steps * turns,
+        "steps": 2 * steps * turns,
     }
 
 

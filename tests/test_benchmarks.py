@@ -188,7 +188,7 @@ for line in sys.stdin:
     if word == "answers":
         found = {"digests": ["a", "b"], "nodes": [3, 4], "captured": 2, "capture_end_ms": 0.5}
     else:
-        found = {"us": 110.0 if word == "turn" and sys.argv[2:] else 100.0}
+        found = {"us": 110.0 if sys.argv[2:] else 100.0, "closed_us": 100.0}
     print(json.dumps(found), flush=True)
 """
     )

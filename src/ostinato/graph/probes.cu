@@ -50,3 +50,15 @@ KERNEL ostinato_begin(unsigned* words, const unsigned n) {
 KERNEL ostinato_crumb(unsigned* word) {
     asm volatile("st.mmio.relaxed.sys.u32 [%0], 1;" : : "l"(word) : "memory");
 }
+
+// Copies pieces of memory: the words of a piece are its source, its target and its bytes.  One block
+// a piece.
+KERNEL ostinato_copy(const Word* pieces) {
+    const Word* piece = pieces + 3 * blockIdx.x;
+    const unsigned char* from = (const unsigned char*)piece[0];
+    unsigned char* to = (unsigned char*)piece[1];
+    const Word nbytes = piece[2];
+    const Word wide = ((Word)from | (Word)to) % 16 == 0 ? nbytes / 16 : 0;
+    for (Word i = threadIdx.x; i < wide; i += blockDim.x) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    for (Word i = 16 * wide + threadIdx.x; i < nbytes; i += blockDim.x) to[i] = from[i];
+}

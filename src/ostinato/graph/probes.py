@@ -1,8 +1,9 @@
-"""Kernels that look at a run of a graph from between its nodes: a timer, a digest of memory, and
-marks for the host."""
+"""Kernels that look at a run of a graph from between its nodes: a timer, a digest of memory,
+marks for the host, and a copy of many pieces of memory."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import time
@@ -41,11 +42,17 @@ def _crumb(launch: Any, word: Any) -> None:
     word[0] = 1
 
 
+@host_kernel("pieces: *const u64", name="ostinato_copy")
+def _copy(launch: Any, pieces: Any) -> None:
+    for source, target, nbytes in pieces[: 3 * launch.grid[0]].reshape(-1, 3).tolist():
+        ctypes.memmove(target, source, nbytes)
+
+
 @functools.cache
 def source() -> Source:
     """Returns the source of the kernels."""
     text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    return Source(text, host=[_stamp, _digest, _begin, _crumb], name="probes.cu")
+    return Source(text, host=[_stamp, _digest, _begin, _crumb, _copy], name="probes.cu")
 
 
 def probe(context: Context, name: str) -> Kernel:
