@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ostinato.driver.api import LaunchConfig, MemoryRange
+from ostinato.driver.api import LaunchConfig, MemoryRange, NodeKind
 from ostinato.driver.stream import Stream, wait_for_streams
 from ostinato.errors import ContextPoisonedError, GraphError, OstinatoError
 from ostinato.explain.audit import MemoryMap, possible_pointers
-from ostinato.graph import GraphExec, every_node
+from ostinato.graph import Graph, GraphExec, every_node
 from ostinato.graph.probes import probe
 from ostinato.graph.words import Sort
 from ostinato.graphfile.saving import Draft
@@ -72,8 +72,7 @@ class NotedInputs:
             self.why_not = str(error)
 
     def _begin(self, run: GraphExec, limit: int, keep: list[object]) -> None:
-        if run.changed():
-            raise GraphError("it was changed after it was made, and a file is of the graph alone")
+        graph = _as_it_is(run) if run.changed() else run.graph
         read, only_read = _memory_of(run)
         inputs: dict[str, Target] = {}
         constants: dict[str, Target] = {}
@@ -85,7 +84,7 @@ class NotedInputs:
                 size += -(-memory.nbytes // _ALIGNED) * _ALIGNED
             elif name in only_read:
                 constants[name] = target
-        self._draft = Draft(run.graph, inputs, constants)
+        self._draft = Draft(graph, inputs, constants)
         self._host = allocate(run.context, max(1, size), np.uint8, pinned=True)
         pieces = [
             (memory.address + at, self._host.address + to + at, min(_PIECE, memory.nbytes - at))
@@ -110,6 +109,22 @@ class NotedInputs:
                 raise GraphError(f"{name!r} was freed before its last launch")
         if self._config is not None:
             launch(stream, self._copy, self._config, self._pieces)
+
+
+def _as_it_is(run: GraphExec) -> Graph:
+    """Returns a copy of the executable's graph with the changes that were made to it.  Raises
+    GraphError if a file cannot hold them, and DriverError if there can be no copy."""
+    driver, why = run.context.driver, "it was changed after it was made"
+    copy = run.graph.clone()
+    for was, now in zip(run.graph.nodes(), run.nodes(), strict=True):
+        if now.kind in (NodeKind.KERNEL, NodeKind.MEMCPY) and not run.enabled(now):
+            raise GraphError(f"{why}: node {now.index} ({now.name}) is switched off")
+        inside = ([n.params for body in of.children for n in every_node(body)] for of in (was, now))
+        if next(inside) != next(inside):
+            raise GraphError(f"{why}, inside of node {now.index} ({now.name})")
+        if now.params != was.params and not now.children:
+            driver.node_set_params(driver.node_in_clone(was.handle, copy.handle), now.params)
+    return copy
 
 
 def _memory_of(run: GraphExec) -> tuple[dict[str, Target], set[str]]:
