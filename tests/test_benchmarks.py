@@ -33,6 +33,7 @@ from benchmarks import (
     load,
     lookup,
     node_times,
+    observe,
     peers,
     replay_cost,
     soak,
@@ -168,6 +169,39 @@ def test_what_a_work_did_not_reach_counts_as_wrong(
     result = run(divergences, "--works", "decoder")
     assert [row["right"] for row in result["rows"]] == [False, False, False]
     assert all("took longer" in row["error"] for row in result["rows"])
+
+
+def test_programs_are_compared_with_themselves_observed(
+    run: Run, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program that needs no GPU, which is slower if it is observed, and one that ends."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        """
+import json, sys
+if "vision" in sys.argv[1]:
+    raise SystemExit("no such library")
+print("a line of a library")
+print(json.dumps({"ready": 1}), flush=True)
+for line in sys.stdin:
+    word, *_ = line.split()
+    if word == "answers":
+        found = {"digests": ["a", "b"], "nodes": [3, 4], "captured": 2, "capture_end_ms": 0.5}
+    else:
+        found = {"us": 110.0 if sys.argv[2:] else 100.0, "closed_us": 100.0}
+    print(json.dumps(found), flush=True)
+"""
+    )
+    monkeypatch.setattr(observe, "_PROGRAM", program)
+    monkeypatch.setattr(common, "torch_with_cuda", lambda device: np)  # of which a version is asked
+    result = run(observe, "--programs", "vision model,Triton kernel")
+    assert "no such library" in result["skipped"]["vision model"]
+    (row,) = result["rows"]
+    assert (row["times"], row["processes"], row["control"]) == (1.1, 1.1, 1.0)
+    assert (row["answers"], row["listed"], row["nodes"]) == ("equal", 2, 7)
+    assert result["summary"] == {"programs": 1, "equal": 1, "all_listed": 1, "below": 0}
+    next(tables.glob("observe-host*.json")).rename(tables / "observe-nvidia-h200.json")
+    assert [*figures.observe()][-1].startswith("| Triton kernel | 100 | 1.1000 | 1.00 | equal, 2 |")
 
 
 def test_two_trees_are_compared_call_by_call(run: Run) -> None:

@@ -49,6 +49,8 @@ PAGES = (
     "docs/correctness.md",
     "docs/design.md",
     "docs/howto/differences.md",
+    "docs/howto/faults.md",
+    "docs/howto/libraries.md",
     "docs/index.md",
     "docs/models.md",
     "docs/performance.md",
@@ -775,6 +777,56 @@ def divergences() -> Iterable[str]:
     )
 
 
+def black_box() -> Iterable[str]:
+    """The table of a black box's cost: microseconds of a replay, by itself and watched."""
+    rows = results("black_box-nvidia-h200.json")["rows"]
+    cells = (
+        (
+            f"{row['work']}, {row['nodes']} nodes" if row["case"] == "before" else "",
+            row["case"],
+            f"{row['replay_us']:,.1f}",
+            f"{row['times']:.3f}",
+            f"{row['launch_us']:.1f}",
+        )
+        for row in rows
+    )
+    return _table(("graph", "box", "µs a replay", "times", "µs of the host"), cells)
+
+
+def node_times() -> Iterable[str]:
+    """The table of times of nodes beside CUPTI's: microseconds, and how many nodes agree."""
+    graphs = results("node_times-nvidia-h200.json")["summary"]["graphs"]
+    cells = (
+        (
+            one["graph"],
+            f"{one['agree']} of {one['nodes']}",
+            *(f"{one[f'{key}_us']:,.1f}" for key in ("ours", "cupti", "replay", "sampled")),
+        )
+        for one in graphs
+    )
+    head = ("graph", "nodes that agree", "sum, µs", "by CUPTI", "a replay", "sampled")
+    return _table(head, cells)
+
+
+def observe() -> Iterable[str]:
+    """The table of programs under observe(): microseconds a step, and graphs that are listed."""
+    rows = results("observe-nvidia-h200.json")["rows"]
+    cells = (
+        (
+            row["program"],
+            f"{row['step_us']:,.0f}",
+            f"{row['times']:.4f}",
+            f"{row['control']:.2f}",
+            f"{row['answers']}, {row['arrays']}",
+            f"{row['listed']} of {row['captured']}",
+            f"{row['capture_end_ms']:.2f}, {row['observed_capture_end_ms']:.2f}",
+        )
+        for row in rows
+    )
+    head = ("program", "µs a step", "times", "two equal processes", "answers, arrays")
+    return _table((*head, "graphs listed", "ms in capture_end, observed"), cells)
+
+
 def lookup() -> Iterable[str]:
     """The table of drafts at given rates: tokens a second without drafts, and with some."""
     rows = results("lookup-1B-nvidia-h200.json")["rows"]
@@ -884,6 +936,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches,
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
         attention, startup, load, host, join, torch_graphed, torch_waits,
-        torch_training, torch_generate, generate, weights, streams, divergences, lookup, tuning,
+        torch_training, torch_generate, generate, weights, streams, divergences, black_box,
+        node_times, observe, lookup, tuning,
     )
 }  # fmt: skip

@@ -65,6 +65,36 @@ def test_show_says_what_a_file_holds(path: Path) -> None:
     assert data["format"] == "ostinato.graph" and len(data["graph"]["kernels"]["size"]) == 2
 
 
+def test_diff_shows_two_files_side_by_side(host_device: ost.Device, tmp_path: Path) -> None:
+    """Each is of buffers of its own, and has memory without a name and a body."""
+    paths = []
+    for name, factor, more in (("a", 2, 0), ("same", 2, 0), ("b", 5, 1)):
+        device = host_device
+        x, y, z = (device.array([n] * 3, "i4") for n in (1, 0, 0))
+        first, graph = kernel(device, affine), ost.Graph.create(device)
+        inner = ost.Graph.create(device)
+        inner.add_kernel(first, ONE, z, y, factor, 0, 3)
+        last = graph.add_kernel(first, ONE, y, x, 2, 0, 3)
+        last = graph.add_child(inner, after=[last])
+        for _ in range(more):
+            last = graph.add_copy(x, z, after=[last])
+        paths.append(str(tmp_path / f"{name}.graph"))
+        out = {"z": z} | ({"x": x} if more else {})
+        ost.graphfile.save(graph, paths[-1], inputs={"x": x}, outputs=out, check=False)
+    one, same, other = paths
+    answer = here("graph", "diff", one, same)
+    assert (answer.status, answer.out.strip()) == (0, "no difference")
+    answer = here("graph", "diff", one, other)
+    assert answer.status == 1
+    lines = [re.split(r" *│ *", line[2:]) for line in answer.out.rstrip().splitlines()]
+    assert ["1.child.0  kernel affine", "1.child.0  kernel affine"] in lines, answer.out
+    assert ["   m: 2", "m: 5"] in lines, answer.out
+    for words in ("2  memcpy", "x ← z, 12 B", "edge 1 → 2"):
+        assert ["", words] in lines, answer.out
+    found = json.loads(here("graph", "diff", one, other, "--json").out)
+    assert [len(found[key]) for key in ("added", "removed", "changed")] == [1, 0, 1]
+
+
 def test_run_takes_inputs_and_gives_outputs(path: Path, weights: Path, tmp_path: Path) -> None:
     given, found = tmp_path / "in.npz", tmp_path / "out.npz"
     np.savez(given, x=np.array([1, 2, 3], np.int32))

@@ -642,15 +642,36 @@ def test_without_inputs_there_is_no_graph_file(ground: Ground, tmp_path: Path) -
     assert [one.suffix for one in (tmp_path / "faults").iterdir()] == [".json"]
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
-def test_a_changed_executable_is_in_no_file(ground: Ground, when: str) -> None:
+def test_a_changed_executable_is_in_the_file_as_it_is(ground: Ground) -> None:
+    """A number, another kernel, and a copy; the definition would not fail."""
+    graph = ost.Graph.create(ground.device)
+    trap = ground.kernel("trap")
+    first = graph.add_kernel(trap, ONE, ground.count, 9)
+    second = graph.add_kernel(ground.kernel("twice"), ROW, ground.x, after=[first])
+    graph.add_copy(ground.y, ground.x, after=[second])
+    run = graph.instantiate()
+    run.set(0, "turn", 7)
+    run.set(1, ost.prepare(trap, ONE, ground.count, 2).params)
+    run.set(2, dst=ground.x, src=ground.y)
+    replay = file_of(ground, run)
+    answer = here("autopsy", str(replay.file), "--device", "host")
+    assert "node 1 (trap), kernel" in answer.out, answer.out + answer.err
+
+
+@pytest.mark.parametrize("how", ["between", "switched off", "inside"])
+def test_some_changed_executables_are_in_no_file(ground: Ground, how: str) -> None:
     """A file is of the graph, which would do other work."""
-    run = trapped(ground, turn=9)
+    graph, outer = trapped(ground, turn=9).graph, ost.Graph.create(ground.device)
+    outer.add_child(graph)
+    run = (outer if how == "inside" else graph).instantiate()
+    node = run.nodes()[0].children[0][1] if how == "inside" else run.nodes()[1]
+    if how == "switched off":
+        run.set(0, enabled=False)
     with pytest.raises(ContextPoisonedError, match="in no file: it was changed ") as caught:  # noqa: SIM117
         with ost.black_box():
             for number in range(2):
-                if number == (when == "between"):
-                    run.set(1, "turn", 2)
+                if number == (how == "between"):
+                    run.set(node, "turn", 2)
                 run.launch(ground.stream)
             ground.stream.synchronize()
     assert isinstance(caught.value.report, BlackBoxReport)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.explain import first_difference
+from ostinato.explain import DifferenceCause, first_difference
 from tests.sources import config, kernel
 
 N, BUFFERS = 300, 3
@@ -126,3 +127,66 @@ def test_the_planted_node_is_named(device: Device, stream: ost.Stream, seed: int
     other, longer = found.b if in_a else found.a, ops if in_a else wrong
     assert (other is None) == (len(ops) != len(wrong)), str(found)
     assert node.path == str(at) or (other is None and same_without(longer, at, int(node.path)))
+
+
+@ost.kernel(
+    "x: *const f32, out: *f32, given: bytes[24]",
+    """
+struct Given { unsigned char adds; float value; unsigned n; unsigned long long unset; };
+extern "C" __global__ void padded_step(const float* x, float* out, Given given) {
+    unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < given.n) out[i] = given.adds ? x[i] + given.value : x[i] * given.value;
+}
+""",
+    name="padded_step",
+)
+def padded_step(launch: Any, x: Any, out: Any, given: Any) -> None:
+    step = np.frombuffer(given, STRUCT)[0]
+    n, value = step["n"], step["value"]
+    out[:n] = x[:n] + value if step["adds"] else x[:n] * value
+
+
+STRUCT = np.dtype(
+    [("adds", "u1"), ("pad", "u1", 3), ("value", "f4"), ("n", "u4"), ("gap", "u4"), ("unset", "u8")]
+)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_that_nobody_set_pair_no_nodes(device: Device, stream: ost.Stream, seed: int) -> None:
+    """Of nodes that are alike one is changed, or none; what lies in their structs is not theirs."""
+    rng = random.Random(seed)
+    layer = [
+        (rng.random() < 0.5, rng.choice([1.0, 2.0]), *rng.sample(range(BUFFERS), 2))
+        for _ in range(rng.randint(2, 5))
+    ]
+    ops = layer * rng.randint(1, 4)
+    at = rng.randrange(len(ops)) if seed % 4 else None
+    wrong = [(adds, 3.0 if i == at else value, *of) for i, (adds, value, *of) in enumerate(ops)]
+    values = np.random.default_rng(seed).uniform(1, 2, (BUFFERS, N)).astype(np.float32)
+    buffers, graphs = [device.array(row) for row in values], []
+    run = device.modules.get_or_compile(padded_step, "padded_step")
+    for nodes in (ops, wrong):
+        graph, last = ost.Graph.create(device), list[ost.Node]()
+        for adds, value, one, other in nodes:
+            given = np.zeros(1, STRUCT)
+            given["adds"], given["value"], given["n"] = adds, value, N
+            given["pad"][0, 0] = rng.randrange(3)
+            given["unset"] = rng.choice([0, 1, buffers[0].address])
+            args = buffers[one], buffers[other], given.tobytes()
+            last = [graph.add_kernel(run, config(N), *args, after=last)]
+        graphs.append(ost.Graph.adopt(device, graph.handle, owner=graph))
+    found = first_difference(stream, *graphs)
+    assert (found and found.b and found.b.path) == (None if at is None else str(at)), str(found)
+
+
+def test_bytes_that_nobody_set_are_no_cause(device: Device, stream: ost.Stream) -> None:
+    run, graphs = device.modules.get_or_compile(padded_step, "padded_step"), []
+    for content in (1.0, 2.0):
+        given = np.zeros(1, STRUCT)
+        given["adds"], given["n"], given["unset"] = 1, N, content
+        x, out = (device.full(N, value, np.float32) for value in (content, 0))
+        graph = ost.Graph.create(device)
+        graph.add_kernel(run, config(N), x, out, given.tobytes())
+        graphs.append(ost.Graph.adopt(device, graph.handle, owner=graph))
+    found = first_difference(stream, *graphs)
+    assert found is not None and found.cause is DifferenceCause.READ_BEFORE_WRITTEN, str(found)

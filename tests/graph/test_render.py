@@ -138,6 +138,23 @@ def test_long_argument_lists_are_shortened(host_device: Device) -> None:
     assert [a["value"] for a in arguments] == list(range(40))
 
 
+def test_like_runs_of_a_large_graph_stand_once(device: Device) -> None:
+    """Its layers have memory of their own; what is behind them is a row of its own."""
+    graph, last = ost.Graph.create(device), list[ost.Node]()
+    for number in range(30):
+        x = device.zeros(4, np.float32, name=f"layer{number}")
+        last = [graph.add_fill(x, 1, after=last)]
+        last = [
+            graph.add_kernel(kernel(device, "scale"), ost.LaunchConfig(1, 32), x, 4, after=last)
+        ]
+    assert "layer7" in to_table(graph.outline()), "60 nodes are not many"
+    graph.add_copy(x, device.zeros(4, np.float32), after=last)
+    text = to_table(graph.outline())
+    assert "29 × 2 nodes, to 58:" in text and "layer7" not in text
+    rows = [line.split()[0] for line in text.splitlines()[3:]]
+    assert rows == ["0", "29", "1", "2", "59", "60"], text  # nothing comes before the first node
+
+
 def test_brackets_are_not_markup(device: Device) -> None:
     graph = ost.Graph.create(device)
     graph.add(named("[bold]x[/bold]"))

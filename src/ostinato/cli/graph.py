@@ -1,4 +1,4 @@
-"""`ostinato graph`: saves a model's graph to a file; shows, runs and checks graph files."""
+"""`ostinato graph`: saves a model's graph to a file; shows, compares, runs, checks graph files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Save, show, run and check graphs in files.\n\n"
+    help="Save, show, compare, run and check graphs in files.\n\n"
     "A graph file is a program: run and check none that you would not run.",
 )
 
@@ -110,6 +110,27 @@ def show(path: File, code: Code = None, as_json: AsJson = False) -> None:
     from ostinato.graphfile.show import file_json, file_text
 
     say(json.dumps(file_json(path, code)) if as_json else file_text(path, code))
+
+
+@app.command("diff")
+def difference(
+    before: File,
+    after: Annotated[Path, typer.Argument(callback=expanded, help="Another one.", metavar="FILE")],
+    code: Code = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what differs between the graphs of two files, side by side.
+
+    Nodes, arguments, launch shapes and edges; kernels by their code. Memory without a name counts
+    by the order of its first use. Needs no GPU, and loads none of the files' code. The exit status
+    is 1 if they differ.
+    """
+    from ostinato.graphfile.comparing import file_diff
+
+    found = file_diff(before, after, code)
+    say(json.dumps(found.to_dict()) if as_json else found.side_by_side())
+    if found:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -384,7 +384,7 @@ def _switch() -> None:
 
 def armed() -> bool:
     """True while a box is armed that watches all executables."""
-    return any(box._runs is None for box in _boxes)
+    return bool(_boxes) and any(box._runs is None for box in _boxes)
 
 
 def watch_process() -> None:
@@ -415,8 +415,8 @@ def black_box(
 
     `inputs`: before each launch so many bytes of the memory that its nodes may read are copied to
     the host, the smallest allocations first.  After a fault they are written, with the graph, to a
-    graph file beside the report, if the graph can be saved and was not changed since it was made;
-    `ostinato autopsy` replays it.  0: nothing is copied, and there is no such file.
+    graph file beside the report, if the graph can be saved and was not changed between watched
+    launches; `ostinato autopsy` replays it.  0: nothing is copied, and there is no such file.
 
     Leaving the block waits for the device, and raises ContextPoisonedError if the context is lost,
     also if another library's error ends the block.

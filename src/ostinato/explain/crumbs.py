@@ -2,7 +2,8 @@
 
 A twin has the nodes of the graph, and after a node a kernel of one thread that sets the node's
 word; the nodes that waited for the node wait for that kernel.  Before the first nodes all words are
-cleared.  The host can read the words while the graph runs, and after the context is lost.
+filled with another value than at the start.  The host can read the words while the graph runs, and
+after the context is lost.
 Child graphs and bodies of conditional nodes have words of their own.
 
 An edge of a programmatic launch becomes a plain one if there is a crumb on it: a kernel then no
@@ -12,10 +13,9 @@ longer overlaps the one before it, and a fault that needs the overlap may not co
 from __future__ import annotations
 
 import graphlib
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -33,51 +33,25 @@ from ostinato.driver.api import (
     NodeParams,
     OpaqueNodeParams,
 )
-from ostinato.driver.context import Context
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import GraphError, OstinatoError
 from ostinato.graph import Conditional, Graph, GraphExec, Node, every_node, prepare
 from ostinato.graph.frozen import graphs_inside
+from ostinato.graph.probes import probe
 from ostinato.memory.buffer import allocate
-from ostinato.modules import Kernel, ModuleCache
-from ostinato.modules.source import kernel
 
 State: TypeAlias = Literal["finished", "running", "waiting"]
 _PLAIN = EdgeData()
+_ENDED, _BEGUN = 1, 2
+"""Words of a node that has finished, and of one whose graph has begun; before that they are 0."""
+_THREADS = 256
 _SURE = 1 << 16
 """Smaller words of kernels without a signature are numbers, not handles of conditions."""
 
 
-@kernel(
-    "word: *out u32",
-    """
-extern "C" __global__ void ostinato_crumb(unsigned* word) {
-    *(volatile unsigned*)word = 1;  // the end of the kernel need not wait until the host has it
-}
-""",
-    name="ostinato_crumb",
-)
-def crumb(launch: Any, word: Any) -> None:
-    word[0] = 1
-
-
-_loaded: weakref.WeakKeyDictionary[Context, weakref.ref[Kernel]] = weakref.WeakKeyDictionary()
-
-
-def _crumb_kernel(context: Context) -> Kernel:
-    """Returns the kernel, which the twins of a context keep loaded."""
-    known = _loaded.get(context)
-    found = None if known is None else known()
-    if found is None:
-        found = ModuleCache(context).get_or_compile(crumb, "ostinato_crumb")
-        _loaded[context] = weakref.ref(found)
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Area:
-    """The words of one graph of a twin: the one at `start` says that the graph has begun, and those
-    after it belong to its nodes, by index."""
+    """The words of one graph of a twin: from `start` on those of its nodes, by index."""
 
     start: int
     nodes: tuple[Node, ...]
@@ -89,8 +63,7 @@ class Area:
 
     def under_way(self, words: Sequence[int]) -> bool:
         """True if the graph has begun, and not all its nodes have finished."""
-        first = self.start + 1
-        return bool(words[self.start]) and not all(words[first + i] for i in self.marked)
+        return any(words[self.start + i] == _BEGUN for i in self.marked)
 
     def states(self, words: Sequence[int]) -> list[State]:
         """Returns what is known of each node of a graph that is under way.
@@ -98,7 +71,7 @@ class Area:
         "running": may be running; with a crumb after each node these are the nodes that can run at
         once, with fewer crumbs also some before and after them.
         """
-        ended = [i in self.marked and bool(words[self.start + 1 + i]) for i in range(len(self))]
+        ended = [words[self.start + i] == _ENDED for i in range(len(self))]
         for i in reversed(self.order):  # what a node waited for has finished
             if ended[i]:
                 for source in self.before[i]:
@@ -138,8 +111,9 @@ class CrumbTwin:
         self.revision, nodes = run.revision(), run.nodes()
         _require_copyable(run, nodes)
         every_graph = [nodes, *(body for node in every_node(nodes) for body in node.children)]
-        self._kernel = _crumb_kernel(context)
-        size = sum(1 + len(graph) for graph in every_graph)
+        self._crumb_kernel = probe(context, "ostinato_crumb")
+        self._begin_kernel = probe(context, "ostinato_begin")
+        size = max(1, sum(map(len, every_graph)))
         self._words = allocate(context, size, "u4", pinned=True, name="crumbs")
         context.owners.pop(self._words.address, None)  # not memory of the user's
         self._array = self._words.array
@@ -228,26 +202,27 @@ class CrumbTwin:
             data[to].append(edge.data)
             followed.add(source)
         order = _in_order(before)
-        start, self._next = self._next, self._next + 1 + len(nodes)
-        cleared = target.add_fill(self._words[start : self._next], 0)
-        begin = self._crumb(target, start, (cleared,))
+        start, self._next = self._next, self._next + len(nodes)
+        words = self._words[start : self._next]
+        clear = prepare(self._begin_kernel, LaunchConfig(1, _THREADS), words, len(nodes))
+        begin = [target.add_operation(clear)] if nodes else []
         made: dict[int, Node] = {}
         crumbs: dict[int, Node] = {}
         inside: dict[int, tuple[Area, ...]] = {}
         for count, i in enumerate(order, 1):
-            after = [crumbs.get(b) or made[b] for b in before[i]] or [begin]
+            after = [crumbs.get(b) or made[b] for b in before[i]] or begin
             kinds = [_PLAIN if b in crumbs else d for b, d in zip(before[i], data[i], strict=True)]
             plain = all(kind == _PLAIN for kind in kinds)
             data_of = None if plain else kinds
             made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
             self._made[nodes[i].handle] = made[i]
             if count % self.every == 0 or i not in followed:
-                crumbs[i] = self._crumb(target, start + 1 + i, (made[i],))
+                crumbs[i] = self._crumb(target, start + i, made[i])
         return Area(start, nodes, before, order, frozenset(crumbs), inside)
 
-    def _crumb(self, target: Graph, at: int, after: Sequence[Node]) -> Node:
-        mark = prepare(self._kernel, LaunchConfig(1, 1), self._words[at : at + 1])
-        return target.add_operation(mark, after=after)
+    def _crumb(self, target: Graph, at: int, after: Node) -> Node:
+        mark = prepare(self._crumb_kernel, LaunchConfig(1, 1), self._words[at : at + 1])
+        return target.add_operation(mark, after=[after])
 
     def _add(
         self,

@@ -45,7 +45,7 @@ from ostinato.graph.node import decode_arguments
 from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import frozen_of
 from ostinato.graph.show.demangle import demangled
-from ostinato.graph.show.diff import SameCode, code_comparison
+from ostinato.graph.show.diff import SameCode, code_comparison, common_subsequence
 from ostinato.graph.show.outline import details, line_text, name_places, shape_text
 from ostinato.graph.words import Sort, Word, WordIndex, WordPlace, words_of
 from ostinato.memory import Buffer
@@ -62,8 +62,6 @@ _BATCH = 64
 """Pieces that are read at once."""
 _MOST_TRIALS = 256
 _LEAST_ADDRESS = 1 << 16
-_MOST_CELLS = 1 << 24
-"""The most cells of the table that finds the nodes which both runs have in the same order."""
 _MOST_INPUT = 64 << 20
 _THREADS = 256
 
@@ -276,7 +274,8 @@ class _Found(NamedTuple):
 
 
 _Pair: TypeAlias = tuple[int | None, int | None]
-_Looks: TypeAlias = tuple[tuple[NodeKind, str], object, tuple[int, ...]]
+_Addresses: TypeAlias = tuple[tuple[WordPlace, int], ...]
+_Looks: TypeAlias = tuple[tuple[NodeKind, str], object, _Addresses, _Addresses, bytes]
 _Partners: TypeAlias = tuple[dict[int, Counter[int]], dict[int, Counter[int]]]
 
 
@@ -648,8 +647,9 @@ class _Comparison:
         if one.off != two.off:
             name = a if one.off else b
             return DifferenceCause.MISSING_NODE, f"it is switched off in {name}"
-        known = self._other(one.node, two.node) or self._moved(k) or self._input(k, found)
-        return known or (DifferenceCause.UNKNOWN, "")
+        nodes = one.node, two.node
+        known = self._other(*nodes) or self._moved(k) or self._input(k, found)
+        return known or self._other(*nodes, unsure=True) or (DifferenceCause.UNKNOWN, "")
 
     def _moved(self, k: int) -> tuple[DifferenceCause, str] | None:
         """Returns a node that comes before a node only in the second run, and uses its memory."""
@@ -664,8 +664,10 @@ class _Comparison:
                 return DifferenceCause.OTHER_ORDER, why
         return None
 
-    def _other(self, one: Node, two: Node) -> tuple[DifferenceCause, str] | None:
-        """Returns how two nodes differ."""
+    def _other(
+        self, one: Node, two: Node, *, unsure: bool = False
+    ) -> tuple[DifferenceCause, str] | None:
+        """Returns how two nodes differ; by bytes that may never have been set only if `unsure`."""
         a, b = self._names
         x, y = one.params, two.params
         if not (isinstance(x, KernelNodeParams) and isinstance(y, KernelNodeParams)):
@@ -695,7 +697,8 @@ class _Comparison:
         for was_, is__ in zip_longest(*held):
             if was_ is None or is__ is None:
                 return DifferenceCause.OTHER_ARGUMENT, "they have different numbers of arguments"
-            cause = self._argument(was_.raw, is__.raw, was_.offset)
+            sure = unsure or one.signature is not None or len(was_.raw) <= 8
+            cause = self._argument(was_.raw, is__.raw, was_.offset, sure)
             if cause is not None:
                 place = f"argument {was_.index}" + (f" ({was_.name})" if was_.name else "")
                 texts = [
@@ -705,8 +708,9 @@ class _Comparison:
                 return cause, f"{place} is {texts[0]} in {a} and {texts[1]} in {b}"
         return None
 
-    def _argument(self, was: bytes, is_: bytes, offset: int) -> DifferenceCause | None:
-        """Compares the bytes of an argument, word by word where they may be addresses."""
+    def _argument(self, was: bytes, is_: bytes, offset: int, sure: bool) -> DifferenceCause | None:
+        """Compares the bytes of an argument, word by word where they may be addresses, and the
+        others if they are `sure` to have been set."""
         begin = -offset % 8
         for at in range(begin, min(len(was), len(is_)) - 7, 8):
             x, y = (int.from_bytes(raw[at : at + 8], "little") for raw in (was, is_))
@@ -715,7 +719,7 @@ class _Comparison:
                 if cause is not None:
                     return cause
                 was, is_ = (raw[:at] + bytes(8) + raw[at + 8 :] for raw in (was, is_))
-        return None if was == is_ else DifferenceCause.OTHER_ARGUMENT
+        return DifferenceCause.OTHER_ARGUMENT if sure and was != is_ else None
 
     def _pointer(self, x: int, y: int) -> DifferenceCause | None:
         """Compares two addresses: None if the second stands for the first."""
@@ -849,12 +853,15 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
 
     First nodes that are alike, then those alike but for addresses, then those of one name: each
     time those that both runs have in the same order, as many as there are, and then the others.
-    So a node that is changed, or missing, leaves alone those of its name that come after it.
+    So a node that is changed, or missing, leaves alone those of its name that come after it.  Bytes
+    that may never have been set only decide between as many pairs of one kind and of another.
     """
     looks = [
         [_looks(side, at, names) for at in range(len(side.nodes))]
         for side, names in ((a, {}), (b, stands))
     ]
+    whole = _numbered(looks)
+    rather = [_numbered([[one[:4] for one in of] for of in looks]), whole]
     order: dict[int, int] = {}
     taken: set[int] = set()
     anchors = [(-1, -1), (len(a.nodes), len(b.nodes))]
@@ -871,26 +878,33 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
         """False if both wait for nodes that are pairs."""
         return {order.get(at) for at in a.nodes[i].after} != {*b.nodes[j].after}
 
-    for depth in (3, 2, 1):
-        numbers: dict[_Looks | tuple[object, ...], int] = {}
-        keys = [[numbers.setdefault(one[:depth], len(numbers)) for one in of] for of in looks]
+    def align(keys: Sequence[Sequence[int]]) -> None:
         for begin, end in pairwise(tuple(anchors)):
             mine, theirs = (free(side, begin[side] + 1, end[side]) for side in (0, 1))
-            for x, y in _subsequence([keys[0][i] for i in mine], [keys[1][j] for j in theirs]):
-                pair(mine[x], theirs[y])
-                anchors.append((mine[x], theirs[y]))
+            levels = [([x[i] for i in mine], [y[j] for j in theirs]) for x, y in (keys, *rather)]
+            for m, n in common_subsequence(*levels):
+                pair(mine[m], theirs[n])
+                anchors.append((mine[m], theirs[n]))
         anchors.sort()
+
+    def pair_others(keys: Sequence[Sequence[int]], *, moved: bool) -> None:
         left: dict[int, list[int]] = {}
         for j in free(1, 0, len(b.nodes)):
             left.setdefault(keys[1][j], []).append(j)
         for i in free(0, 0, len(a.nodes)):
             able = left.get(keys[0][i], [])
-            # What is changed as well as moved is rather one that is missing and one that is new.
-            moved = able[0] if able and depth == 3 else None
-            other = next((j for j in able if not displaced(i, j)), moved)
+            first = able[0] if able and moved else None
+            other = next((j for j in able if not displaced(i, j)), first)
             if other is not None:
                 able.remove(other)
                 pair(i, other)
+
+    for depth in (3, 2, 1):
+        keys = _numbered([[one[:depth] for one in of] for of in looks])
+        align(keys)
+        # What is changed as well as moved is rather one that is missing and one that is new.
+        for each in (whole, keys) if depth == 3 else (keys,):
+            pair_others(each, moved=depth == 3)
     rest = free(1, 0, len(b.nodes))
     for i in free(0, 0, len(a.nodes)):  # another kernel in the same place
         alike = (j for j in rest if looks[0][i][0][0] == looks[1][j][0][0] and not displaced(i, j))
@@ -908,51 +922,43 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
     return pairs
 
 
-def _subsequence(one: Sequence[int], two: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yields the places of a longest common subsequence; of very long ones that differ in the
-    middle only their equal begin and end."""
-    shorter = min(len(one), len(two))
-    head = next((n for n in range(shorter) if one[n] != two[n]), shorter)
-    most = shorter - head
-    tail = next((n for n in range(most) if one[-1 - n] != two[-1 - n]), most)
-    yield from ((n, n) for n in range(head))
-    yield from ((len(one) - n, len(two) - n) for n in range(1, tail + 1))
-    x, y = (np.array(of[head : len(of) - tail], np.int64) for of in (one, two))
-    if not 0 < x.size * y.size <= _MOST_CELLS:
-        return
-    lengths = np.zeros((x.size + 1, y.size + 1), np.uint16)  # of what follows
-    for i in reversed(range(x.size)):
-        best = np.maximum(lengths[i + 1, :-1], lengths[i + 1, 1:] + (x[i] == y))
-        lengths[i, :-1] = np.maximum.accumulate(best[::-1])[::-1]
-    i = j = 0
-    while i < x.size and j < y.size:
-        if x[i] == y[j]:
-            yield head + i, head + j
-            i, j = i + 1, j + 1
-        elif lengths[i + 1, j] >= lengths[i, j + 1]:
-            i += 1
-        else:
-            j += 1
+def _numbered(of: Sequence[Sequence[object]]) -> list[list[int]]:
+    """Returns equal numbers for what is equal."""
+    numbers: dict[object, int] = {}
+    return [[numbers.setdefault(one, len(numbers)) for one in each] for each in of]
 
 
 def _looks(side: _Side, at: int, stands: Mapping[int, int]) -> _Looks:
     """Returns kind and name of a node; its parameters but for addresses; its addresses, but for
-    those in the pools of captures, which are used again."""
+    those in the pools of captures, which are used again.  Then the same of structs without a
+    signature, of which nobody knows the bytes that were never set: addresses, and the others."""
     one = side.nodes[at]
-    given = [touch.range.address for touch in side.touches[at].values()]
-    addresses = tuple(0 if side.pooled(x) else stands.get(x, x) for x in given)
+    sure: list[tuple[WordPlace, int]] = []
+    unsure: list[tuple[WordPlace, int]] = []
     params: object = None
+    structs = b""
+    parts: list[range] = []
     if isinstance(one.node.params, KernelNodeParams):
-        data = bytearray(one.node.params.arguments.data)
+        arguments = one.node.params.arguments
+        data = bytearray(arguments.data)
         for key in side.touches[at]:
             if isinstance(key, int):
                 data[key : key + 8] = bytes(8)
+        if one.node.signature is None:
+            parts = [range(s.offset, s.offset + s.size) for s in arguments.layout if s.size > 8]
+            structs = b"".join(data[part.start : part.stop] for part in parts)
+            for part in parts:
+                data[part.start : part.stop] = bytes(len(part))
         params = one.node.params.config, bytes(data)
     elif isinstance(one.node.params, MemcpyNodeParams):
         params = replace(one.node.params, dst=0, src=0)
     elif isinstance(one.node.params, MemsetNodeParams):
         params = replace(one.node.params, dst=0)
-    return (one.node.kind, one.node.name), params, addresses
+    for key, touch in side.touches[at].items():
+        if not side.pooled(address := touch.range.address):
+            of = unsure if any(key in part for part in parts) else sure
+            of.append((key, stands.get(address, address)))
+    return (one.node.kind, one.node.name), params, tuple(sure), tuple(unsure), structs
 
 
 def _count(spans: Sequence[_Span]) -> int:

@@ -8,32 +8,38 @@ from pathlib import Path
 
 import numpy as np
 
-from ostinato.driver.api import MemoryRange
+from ostinato.driver.api import LaunchConfig, MemoryRange, NodeKind
 from ostinato.driver.stream import Stream, wait_for_streams
 from ostinato.errors import ContextPoisonedError, GraphError, OstinatoError
 from ostinato.explain.audit import MemoryMap, possible_pointers
-from ostinato.graph import GraphExec, every_node
+from ostinato.graph import Graph, GraphExec, every_node
+from ostinato.graph.probes import probe
 from ostinato.graph.words import Sort
 from ostinato.graphfile.saving import Draft
+from ostinato.launching import launch
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import allocate
 from ostinato.memory.ranges import Target, range_of
+
+_PIECE, _THREADS, _ALIGNED = 1 << 14, 256, 16
+"""Bytes that a block copies, its threads, and the bytes that one of them copies at a time."""
 
 
 class NotedInputs:
     """The memory that an executable may read, at most `limit` bytes of it, the smallest first; and
     the graph, as a draft of a file.
 
-    The copy lies in pinned memory, which can be read after a fault.  It is made in stream order
-    before each launch, so it is of the last replay that began.  `keep` holds that memory until the
-    launches are done.  Raises ContextPoisonedError alone.
+    The copy lies in pinned memory, which can be read after a fault.  One kernel makes it, in stream
+    order before each launch, so it is of the last replay that began.  (A copy from pinned memory to
+    pinned memory by the driver would wait for all work before it.)  `keep` holds that memory until
+    the launches are done.  Raises ContextPoisonedError alone.
     """
 
     def __init__(self, run: GraphExec, limit: int, keep: list[object]) -> None:
         self.why_not = ""
         """Why there is no file of the last launch."""
         self._host: Buffer | None = None
-        self._driver = run.context.driver
+        self._context = run.context
         self._places: dict[str, tuple[MemoryRange, int]] = {}
         self._tried(partial(self._begin, run, limit, keep))
 
@@ -42,7 +48,7 @@ class NotedInputs:
         whose copy is there until they are done."""
         if self._host is not None:
             self.why_not = ""
-            self._tried(partial(self._note, self._host.address, stream, streams))
+            self._tried(partial(self._note, stream, streams))
 
     def give_up(self, why: str) -> None:
         """Notes nothing from here on."""
@@ -66,8 +72,7 @@ class NotedInputs:
             self.why_not = str(error)
 
     def _begin(self, run: GraphExec, limit: int, keep: list[object]) -> None:
-        if run.changed():
-            raise GraphError("it was changed after it was made, and a file is of the graph alone")
+        graph = _as_it_is(run) if run.changed() else run.graph
         read, only_read = _memory_of(run)
         inputs: dict[str, Target] = {}
         constants: dict[str, Target] = {}
@@ -76,24 +81,50 @@ class NotedInputs:
             memory = range_of(target)
             if size + memory.nbytes <= limit:
                 inputs[name], self._places[name] = target, (memory, size)
-                size += memory.nbytes
+                size += -(-memory.nbytes // _ALIGNED) * _ALIGNED
             elif name in only_read:
                 constants[name] = target
-        self._draft = Draft(run.graph, inputs, constants)
+        self._draft = Draft(graph, inputs, constants)
         self._host = allocate(run.context, max(1, size), np.uint8, pinned=True)
-        run.context.owners.pop(self._host.address, None)  # not memory of the user's
+        pieces = [
+            (memory.address + at, self._host.address + to + at, min(_PIECE, memory.nbytes - at))
+            for memory, to in self._places.values()
+            for at in range(0, memory.nbytes, _PIECE)
+        ]
+        self._pieces = allocate(run.context, (max(1, len(pieces)), 3), np.uint64, pinned=True)
+        self._pieces.array[: len(pieces)] = np.array(pieces, np.uint64).reshape(-1, 3)
+        self._copy = probe(run.context, "ostinato_copy")
+        self._config = LaunchConfig(len(pieces), _THREADS) if pieces else None
+        for buffer in (self._host, self._pieces):
+            run.context.owners.pop(buffer.address, None)  # not memory of the user's
+            keep.append(buffer)
         self._array = self._host.array
-        keep.append(self._host)
 
-    def _note(self, to: int, stream: Stream, streams: Iterable[Stream]) -> None:
+    def _note(self, stream: Stream, streams: Iterable[Stream]) -> None:
         if not wait_for_streams(stream, streams):
             raise GraphError("its last launch was during a capture")
-        for name, (memory, at) in self._places.items():
-            around = self._driver.memory_range(memory.address)
+        for name, (memory, _) in self._places.items():
+            around = self._context.driver.memory_range(memory.address)
             if around is None or around.end < memory.end:
                 raise GraphError(f"{name!r} was freed before its last launch")
-            if memory.nbytes:
-                self._driver.memcpy(to + at, memory.address, memory.nbytes, stream.handle)
+        if self._config is not None:
+            launch(stream, self._copy, self._config, self._pieces)
+
+
+def _as_it_is(run: GraphExec) -> Graph:
+    """Returns a copy of the executable's graph with the changes that were made to it.  Raises
+    GraphError if a file cannot hold them, and DriverError if there can be no copy."""
+    driver, why = run.context.driver, "it was changed after it was made"
+    copy = run.graph.clone()
+    for was, now in zip(run.graph.nodes(), run.nodes(), strict=True):
+        if now.kind in (NodeKind.KERNEL, NodeKind.MEMCPY) and not run.enabled(now):
+            raise GraphError(f"{why}: node {now.index} ({now.name}) is switched off")
+        inside = ([n.params for body in of.children for n in every_node(body)] for of in (was, now))
+        if next(inside) != next(inside):
+            raise GraphError(f"{why}, inside of node {now.index} ({now.name})")
+        if now.params != was.params and not now.children:
+            driver.node_set_params(driver.node_in_clone(was.handle, copy.handle), now.params)
+    return copy
 
 
 def _memory_of(run: GraphExec) -> tuple[dict[str, Target], set[str]]:

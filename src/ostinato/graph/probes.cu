@@ -40,3 +40,25 @@ KERNEL ostinato_digest(const unsigned char* memory, const Word nbytes, const Wor
     __syncthreads();
     if (threadIdx.x == 0) out[blockIdx.x] = sum;
 }
+
+// For words in host memory: 2, a graph has begun; 1, a node has finished (explain/crumbs.py).
+KERNEL ostinato_begin(unsigned* words, const unsigned n) {
+    for (unsigned i = threadIdx.x; i < n; i += blockDim.x) ((volatile unsigned*)words)[i] = 2;
+}
+
+// Past the caches; the end of the kernel need not wait until the host has it.  One thread.
+KERNEL ostinato_crumb(unsigned* word) {
+    asm volatile("st.mmio.relaxed.sys.u32 [%0], 1;" : : "l"(word) : "memory");
+}
+
+// Copies pieces of memory: the words of a piece are its source, its target and its bytes.  One block
+// a piece.
+KERNEL ostinato_copy(const Word* pieces) {
+    const Word* piece = pieces + 3 * blockIdx.x;
+    const unsigned char* from = (const unsigned char*)piece[0];
+    unsigned char* to = (unsigned char*)piece[1];
+    const Word nbytes = piece[2];
+    const Word wide = ((Word)from | (Word)to) % 16 == 0 ? nbytes / 16 : 0;
+    for (Word i = threadIdx.x; i < wide; i += blockDim.x) ((uint4*)to)[i] = ((const uint4*)from)[i];
+    for (Word i = 16 * wide + threadIdx.x; i < nbytes; i += blockDim.x) to[i] = from[i];
+}

@@ -174,28 +174,32 @@ class BufferPlan:
             **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),
             **(more or {}),
         }
-        buffers = {name: device.zeros(shape, kind) for name, (shape, kind) in cleared.items()}
+        buffers = {
+            name: device.zeros(shape, kind, name=name) for name, (shape, kind) in cleared.items()
+        }
         # Of a rank's plan, logits are those of the whole vocabulary.
         masks = (sizes.sequences, mask_words(buffers["logits"].shape[1]))
-        buffers["masks"] = device.zeros(masks, np.uint32)
+        buffers["masks"] = device.zeros(masks, np.uint32, name="masks")
         buffers["cache"] = device.empty(
-            (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size), weights.dtype
+            (c.layers, 2, sizes.sequences, c.kv_heads, sizes.context, c.head_size),
+            weights.dtype,
+            name="cache",
         )
-        buffers["rope"] = device.array(rope_table(c, sizes.context))
-        ring = device.pinned((sizes.sequences, sizes.ring_tokens), RING)
+        buffers["rope"] = device.array(rope_table(c, sizes.context), name="rope")
+        ring = device.pinned((sizes.sequences, sizes.ring_tokens), RING, name="ring")
         ring.array[...] = (0, -1)
         entries = (sizes.sequences, sizes.ring_tokens, LOGPROBS.itemsize // 4)
-        logprobs = device.pinned(entries, i32)
+        logprobs = device.pinned(entries, i32, name="logprobs")
         return cls(
             c,
             sizes,
             weights,
-            DeviceArray(device, sizes.rows, ROW),
-            DeviceArray(device, sizes.sequences, OPTIONS),
-            DeviceArray(device, STOP_TOKENS, np.int32),
+            DeviceArray(device, sizes.rows, ROW, name="rows"),
+            DeviceArray(device, sizes.sequences, OPTIONS, name="options"),
+            DeviceArray(device, STOP_TOKENS, np.int32, name="stops"),
             ring,
             logprobs,
-            device.pinned(masks, np.uint32),
+            device.pinned(masks, np.uint32, name="allowed"),
             buffers,
         )
 

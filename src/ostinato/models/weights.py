@@ -138,9 +138,11 @@ def load_weights(
         for name, shape in shapes.items():
             how = weights.formats.get(name)
             if how is None:
-                weights.tensors[name] = device.empty(shape, _kind(shape, weights.dtype))
+                kind = _kind(shape, weights.dtype)
+                weights.tensors[name] = device.empty(shape, kind, name=name)
             else:  # zeros: kernels also read the rows that pad the last brick; they must be finite
-                weights.tensors[name] = device.zeros((matrix_bytes(how, shape[1]),), np.uint8)
+                nbytes = matrix_bytes(how, shape[1])
+                weights.tensors[name] = device.zeros(nbytes, np.uint8, name=name)
         if device.capabilities.host_memory_is_device_memory and not weights.formats:
             values = {name: buffer.array for name, buffer in _all_parts(weights)}
             checkpoint.load(values, threads=workers)
@@ -224,7 +226,7 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
             end += _aligned(matrices[name].nbytes)
         else:
             end += _aligned(shape[0] * 4)
-    weights.memory = device.empty(end, np.uint8)
+    weights.memory = device.empty(end, np.uint8, name="weights")
     values: dict[str, npt.NDArray[Any]] = {}
     for name, (start, shape) in places.items():
         if name not in matrices:

@@ -17,9 +17,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cache
 from typing import TypeAlias
+
+import numpy as np
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -45,6 +46,9 @@ from ostinato.graph.show.render import plain
 
 SCHEMA = "ostinato.diff/1"
 _WORD = 8
+_MOST_CELLS = 1 << 27
+"""The most bytes of the table that finds what both graphs have in the same order."""
+_DOWN, _PAIR = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,28 @@ class GraphDiff:
         head = [f"--- {self.before}", f"+++ {self.after}"]
         return "\n".join([*head, *map(str, self.nodes), *map(str, self.edges)])
 
+    def side_by_side(self) -> str:
+        """Returns the same as text in two columns, the first graph on the left."""
+        rows = [("", self.before, self.after)]
+        for node in self.nodes:
+            title = _title(node.kind, demangled(node.name))
+            for sign, text in ((node.sign, title), ("", node.details)):
+                one, two = (
+                    "" if place is None else f"{place}  {text}" if sign else f"   {text}"
+                    for place in (node.before, node.after)
+                )
+                rows += [(sign, one, two)] if text else []
+            rows += [
+                ("", f"   {f.field}: {f.before}", f"   {f.field}: {f.after}") for f in node.fields
+            ]
+        for edge in self.edges:
+            told = f"edge {edge.source} → {edge.target}"
+            rows.append(("+", "", told) if edge.added else ("-", told, ""))
+        if self.empty:
+            return "no difference"
+        wide = max(len(row[1]) for row in rows)
+        return "\n".join(f"{sign:1} {one:{wide}} │ {two}".rstrip() for sign, one, two in rows)
+
     def to_dict(self) -> dict[str, object]:
         """Returns plain data for `json.dumps`, schema "ostinato.diff/1"."""
         names = ("added", "removed", "changed", "edges_added", "edges_removed")
@@ -262,27 +288,63 @@ def _align(
     a: Sequence[object], b: Sequence[object], i: range, j: range
 ) -> Iterator[tuple[bool, range, range]]:
     """Yields equal runs of two ranges, and the ranges between them, in order."""
-    # Equal ends first: then a single change is never explained as a shift of its neighbours.
-    head = 0
-    while head < min(len(i), len(j)) and a[i[head]] == b[j[head]]:
-        head += 1
-    tail = 0
-    while tail < min(len(i), len(j)) - head and a[i[-1 - tail]] == b[j[-1 - tail]]:
-        tail += 1
-    if head:
-        yield True, i[:head], j[:head]
-    i, j, i_end, j_end = (
-        i[head : len(i) - tail],
-        j[head : len(j) - tail],
-        i[len(i) - tail :],
-        j[len(j) - tail :],
-    )
-    if i or j:
-        matcher = SequenceMatcher(None, [a[k] for k in i], [b[k] for k in j], autojunk=False)
-        for tag, i0, i1, j0, j1 in matcher.get_opcodes():
-            yield tag == "equal", i[i0:i1], j[j0:j1]
-    if tail:
-        yield True, i_end, j_end
+    numbers: dict[object, int] = {}
+    keys = [
+        [numbers.setdefault(of[k], len(numbers)) for k in places] for of, places in ((a, i), (b, j))
+    ]
+    x = y = 0
+    for m, n in (*common_subsequence(keys), (len(i), len(j))):
+        if (m, n) != (x, y):
+            yield False, i[x:m], j[y:n]
+        if m < len(i):
+            yield True, i[m : m + 1], j[n : n + 1]
+        x, y = m + 1, n + 1
+
+
+def common_subsequence(
+    numbers: Sequence[Sequence[int]], *rather: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """Returns the places of a longest common subsequence of two sequences, in order; of several
+    ones that in which most of the first two of `rather` are equal at these places, too, then most
+    of the next two.
+
+    Of very long sequences that differ in the middle, only their equal begin and end.
+    """
+    levels = [[np.array(of, np.int64) for of in both] for both in (numbers, *rather)]
+    shorter = min(map(len, numbers))
+
+    def equal(part: slice) -> int:
+        """Returns how many numbers from the begin of a part on are equal on all levels."""
+        same = np.logical_and.reduce([x[part] == y[part] for x, y in levels])
+        return same.size if same.all() else int(same.argmin())
+
+    head = equal(np.s_[:shorter])
+    tail = equal(np.s_[: head - shorter - 1 : -1])
+    levels = [[of[head : of.size - tail] for of in both] for both in levels]
+    x, y = levels[0]
+    found = [(n, n) for n in range(head)]
+    if 0 < x.size * y.size <= _MOST_CELLS:
+        # From the end: the best that is left from each place on, and the step that begins it.
+        steps = np.zeros((x.size, y.size), np.uint8)
+        below = np.zeros(y.size + 1, np.int64)
+        for i in reversed(range(x.size)):
+            worth = np.zeros(y.size, np.int64)
+            for p, q in levels:  # one of a level is worth more than all of the next
+                worth = (p[i] == q) + worth * (shorter + 1)
+            taken = np.where(x[i] == y, below[1:] + worth, 0)
+            row = np.zeros_like(below)
+            row[:-1] = np.maximum.accumulate(np.maximum(below[:-1], taken)[::-1])[::-1]
+            steps[i] = np.where(
+                (taken > 0) & (row[:-1] == taken), _PAIR, np.where(row[:-1] == below[:-1], _DOWN, 0)
+            )
+            below = row
+        i = j = 0
+        while i < x.size and j < y.size:
+            if steps[i, j] == _PAIR:
+                found.append((head + i, head + j))
+            i, j = i + (steps[i, j] != 0), j + (steps[i, j] != _DOWN)
+    ends = len(numbers[0]), len(numbers[1])
+    return found + [(ends[0] - n, ends[1] - n) for n in range(tail, 0, -1)]
 
 
 def _fingerprint(node: Node) -> tuple[object, ...]:

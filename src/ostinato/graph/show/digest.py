@@ -13,7 +13,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, takewhile
 from typing import Any
 
 from ostinato.driver.api import (
@@ -28,6 +29,7 @@ from ostinato.graph.node import Node
 from ostinato.graph.show.outline import Outline
 
 SCHEMA = "ostinato.digest/1"
+_SHORTEST_FOLD = 4  # nodes: fewer are not worth it
 
 
 def digest(outline: Outline) -> str:
@@ -72,3 +74,30 @@ def _shape(node: Node) -> list[Any]:
             return [conditional.kind.name, conditional.size]
         case _:
             return []
+
+
+def folded(body: Outline, order: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Returns the nodes in units: a run that repeats is one, with the indices of each repeat; the
+    others are [(index,)].  A run repeats if its nodes agree in all that the digest covers, and
+    depend on nodes equally far back."""
+    at = {index: place for place, index in enumerate(order)}
+    keys = []  # equal for nodes of which one may stand for all
+    for i in order:
+        back = sorted((at[i] - at[e.source], e.programmatic) for e in body.after(i))
+        keys.append(repr((described(body.nodes[i], body.inner[i]), back)))
+    units: list[list[tuple[int, ...]]] = []
+    while keys:
+        ends = max(_repetitions(keys), key=lambda found: found[-1])
+        units.append([tuple(order[start:end]) for start, end in pairwise(ends)])
+        order, keys = order[ends[-1] :], keys[ends[-1] :]
+    return units
+
+
+def _repetitions(keys: Sequence[str]) -> Iterator[range]:
+    """Yields, for each run that repeats at the keys' beginning, 0 and the ends of its repeats."""
+    yield range(2)  # the first key by itself
+    for period in range(1, len(keys) // 2 + 1):
+        same = (keys[k] == keys[k + period] for k in range(len(keys) - period))
+        times = 1 + sum(takewhile(bool, same)) // period
+        if times > 1 and period * times >= _SHORTEST_FOLD:
+            yield range(0, period * times + 1, period)

@@ -9,6 +9,7 @@ import io
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from rich import box
 from rich.console import Console
@@ -22,8 +23,10 @@ from ostinato.driver.api import (
     NodeParams,
 )
 from ostinato.graph.node import Argument, Node
+from ostinato.graph.show.digest import folded
 from ostinato.graph.show.outline import (
     Outline,
+    count_text,
     details,
     function_text,
     kind_text,
@@ -40,6 +43,8 @@ MOST_DRAWN = 100
 """The largest number of drawn nodes: a notebook shows larger graphs as tables alone."""
 _ARGUMENTS_WIDTH = 96
 _NAME_WIDTH = 28
+_MOST_ROWS = 60
+"""A body of more nodes is folded."""
 
 
 # -------------------------------------------------------------------------------------- the table
@@ -58,7 +63,9 @@ def to_table(top: Outline) -> str:
     """Returns the graph as plain text, as wide as the terminal (COLUMNS; 120 columns without one):
     one row a node, in the driver's order.
 
-    Long argument lists and names are shortened; `to_dict` has all of them.
+    Of a graph or body of more than 60 nodes, the first of several like runs of nodes stands for
+    all, after a row that says "30 × 5 nodes"; the others may have other memory and other values of
+    arguments.  Long argument lists and names are shortened.  `to_dict` has all of it.
     """
     width = max(shutil.get_terminal_size((TABLE_WIDTH, 0)).columns, _LEAST_WIDTH)
     console = Console(
@@ -108,8 +115,14 @@ def rich_table(top: Outline) -> Table:
 def _add_rows(
     table: Table, body: Outline, optional: Sequence[Callable[[LaunchConfig], str]], depth: int
 ) -> None:
-    indent = "  " * depth
-    for node, inner in zip(body.nodes, body.inner, strict=True):
+    indent, order = "  " * depth, range(len(body.nodes))
+    units = folded(body, order) if len(order) > _MOST_ROWS else [[(i,)] for i in order]
+    shown = {unit[0][0]: unit for unit in units if len(unit) > 1}
+    for index in chain.from_iterable(unit[0] for unit in units):
+        node, inner = body.nodes[index], body.inner[index]
+        if (unit := shown.get(index)) is not None:
+            told = f"{len(unit)} × {count_text(len(unit[0]), 'node')}, to {unit[-1][-1]}:"
+            table.add_row("", "", Text(f"{indent}{told}", style="dim"))
         config = node.params.config if isinstance(node.params, KernelNodeParams) else None
         after = ", ".join(f"{'⇢' * e.programmatic}{e.source}" for e in body.after(node.index))
         # As Text: brackets in arguments and names are not rich's markup.

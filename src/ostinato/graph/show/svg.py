@@ -4,13 +4,13 @@ dark scheme.  Equal graphs give equal text."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from graphlib import TopologicalSorter
-from itertools import chain, pairwise, takewhile
+from itertools import chain
 
 from ostinato.driver.api import ConditionalKind, ConditionalNodeParams, KernelNodeParams, NodeKind
 from ostinato.graph.node import Node
-from ostinato.graph.show.digest import described
+from ostinato.graph.show.digest import folded
 from ostinato.graph.show.drawing import Drawing
 from ostinato.graph.show.layout import lay_out
 from ostinato.graph.show.outline import Outline, count_text, details, kind_text, shape_text, shorten
@@ -19,7 +19,6 @@ _CHARACTER, _SMALL = 7.25, 6.1  # widths in the monospaced face at 12 px and 10 
 _HEIGHT = 40.0  # of a box
 _GAP, _PAD = 22.0, 14.0  # between boxes, and in a frame
 _HEADS = {"frame": (28, _PAD, 19, "name"), "part": (18, 8, 13, "")}  # height, the name's x, y, look
-_SHORTEST_FOLD = 4  # nodes: fewer are not worth a frame
 
 _COLOURS = {
     NodeKind.KERNEL: {"fill": "#eaf1ff", "stroke": "#3b6fd6"},
@@ -111,7 +110,7 @@ def _draw(body: Outline, max_nodes: int, within: Sequence[int] | None = None) ->
     order = [*TopologicalSorter({i: [e.source for e in into[i]] for i in into}).static_order()]
     units: list[_Unit] = [[(i,)] for i in order]
     if within is None and len(order) > max_nodes:
-        units = _folded(body, order)
+        units = folded(body, order)
     if len(units) > max_nodes:
         middle = slice(max_nodes // 2, -(max_nodes // 2))
         units[middle] = [[tuple(chain(*chain(*units[middle])))]]
@@ -196,29 +195,3 @@ def _tooltip(node: Node, *known: str) -> str:
     """Returns a node's number, kind and name, the given details, and the line that made it."""
     lines = [f"#{node.index} {kind_text(node.kind)} {node.name}", *known, node.location]
     return "\n".join(line for line in lines if line)
-
-
-def _folded(body: Outline, order: Sequence[int]) -> list[_Unit]:
-    """Returns repeated runs of the order as one unit each; the rest node by node.  A run repeats if
-    its nodes agree in all that a graph's digest covers, and depend on nodes equally far back."""
-    at = {index: place for place, index in enumerate(order)}
-    keys = []  # equal for nodes of which one may be drawn for all
-    for i in order:
-        back = sorted((at[i] - at[e.source], e.programmatic) for e in body.after(i))
-        keys.append(repr((described(body.nodes[i], body.inner[i]), back)))
-    units: list[_Unit] = []
-    while keys:
-        ends = max(_repetitions(keys), key=lambda found: found[-1])
-        units.append([tuple(order[start:end]) for start, end in pairwise(ends)])
-        order, keys = order[ends[-1] :], keys[ends[-1] :]
-    return units
-
-
-def _repetitions(keys: Sequence[str]) -> Iterator[range]:
-    """Yields, for each run that repeats at the keys' beginning, 0 and the ends of its repeats."""
-    yield range(2)  # the first key by itself
-    for period in range(1, len(keys) // 2 + 1):
-        same = (keys[k] == keys[k + period] for k in range(len(keys) - period))
-        times = 1 + sum(takewhile(bool, same)) // period
-        if times > 1 and period * times >= _SHORTEST_FOLD:
-            yield range(0, period * times + 1, period)

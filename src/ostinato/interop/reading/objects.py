@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
@@ -19,12 +20,12 @@ from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
 _DEEPEST = 4
 
 
-class Watch:
+class Watch(ABC):
     """A reader of an object with a state of its own (a module), used at each call."""
 
+    @abstractmethod
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Adds the object's plain values to `tokens` and its arrays to `arrays`."""
-        raise NotImplementedError
 
     def others(self) -> Iterable[tuple[str, Any]]:
         """Returns the other objects that the object holds, by name; to be called after `read`."""

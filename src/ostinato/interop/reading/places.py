@@ -8,6 +8,7 @@ import functools
 import inspect
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +27,18 @@ class ReadPlace:
     with its name, the arguments of a "partial", or a "constant"."""
 
 
-class Current:
+class Current(ABC):
     """A function that may be replaced between calls; its places are those of the first one."""
 
     def __init__(self, first: Callable[..., Any]) -> None:
         self.first = self.__wrapped__ = first
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
+    @abstractmethod
     def now(self) -> Any:
         """Returns the present function."""
-        raise NotImplementedError
 
 
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)

@@ -223,8 +223,9 @@ class GraphObservation(Closeable):
         _current[:] = [one for one in _current if one is not self]
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Writes a text for a bug report: versions, and of each graph a line, its nodes, and the
-        pointers that an audit suspects.  Nothing is launched.  Raises OSError."""
+        """Writes a text for a bug report: versions, and of each graph a line, its nodes as `print`
+        shows them, and the pointers that an audit suspects.  Nothing is launched.  Raises
+        OSError."""
         parts = [f"torch {torch.__version__}, CUDA {torch.version.cuda}"]
         known = observed()
         parts += [f"{one.name}: {one.properties}" for one in {one.device: 0 for one in known}]
