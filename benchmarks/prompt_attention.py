@@ -2,8 +2,9 @@
 
 Compares the attention of a whole prompt in one layer, in the decoder's pieces, with PyTorch's
 `scaled_dot_product_attention` by several backends, over the same queries, keys and values in
-bfloat16.  All run in CUDA graphs, in turns; figures are medians.  The last line is JSON, which is
-also in `DIR/prompt_attention-{device}.json`.
+bfloat16; on a device with warpgroups also our kernel without them.  All run in CUDA graphs, in
+turns; figures are medians.  The last line is JSON, which is also in
+`DIR/prompt_attention-{device}.json`.
 
 The physics: scores and mixed values need 4 * heads * head_size operations for each token and each
 position that it attends to; their rate is compared with a large product of torch in the same run.
@@ -27,7 +28,7 @@ from ostinato.models.cuda import library
 from ostinato.models.cuda.backend import load_kernel
 from ostinato.models.cuda.lowering import CudaLaunch
 from ostinato.models.cuda.products import PIECE_ROWS
-from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.cuda.shapes import default_tuning, has_warpgroups
 from ostinato.models.plan import PlanSizes
 from ostinato.models.program import ACTIVE, BufferArgument, decode_program
 
@@ -37,7 +38,7 @@ _SIDE = 8192  # rows and columns of the matrices whose product gives the ceiling
 _ROUNDS = 7
 
 
-def _launch(config: LlamaConfig, rows: int) -> CudaLaunch:
+def _launch(device: ost.Device, config: LlamaConfig, rows: int, warpgroups: bool) -> CudaLaunch:
     """Returns the decoder's launch for the attention of a piece of that many rows."""
     step = library.lower_with_library(
         decode_program(config, sampled=False),
@@ -45,27 +46,37 @@ def _launch(config: LlamaConfig, rows: int) -> CudaLaunch:
         rows=rows,
         tuning=default_tuning(config, rows=rows, context=max(TOKENS), most=PIECE_ROWS),
         single=default_tuning(config),
+        multiprocessors=device.properties.multiprocessors,
+        warpgroups=warpgroups,
     )
-    found = (one for one in step if isinstance(one, CudaLaunch))
-    return next(one for one in found if one.kernel == "piece_attention")
+    kernel = "warpgroup_attention" if warpgroups else "piece_attention"
+    return next(one for one in step if isinstance(one, CudaLaunch) and one.kernel == kernel)
 
 
 def ours(
-    device: ost.Device, config: LlamaConfig, tokens: int, queries: Any, cache: Any, repeats: int
+    device: ost.Device,
+    config: LlamaConfig,
+    tokens: int,
+    queries: Any,
+    cache: Any,
+    repeats: int,
+    warpgroups: bool,
 ) -> tuple[Callable[[], float], Callable[[], np.ndarray]]:
     """Returns a function that times a prompt's attention (µs), and one that reads the result,
     [tokens, heads, size]."""
     sizes = PlanSizes(rows=library.piece_rows(config), context=tokens)
     stream = device.create_stream()
     held = {"q": device.array(queries), "cache": device.array(cache)}
+    held["workspace"] = device.zeros(1 << 18, np.float32)
     out = device.zeros((tokens, config.query_size), np.uint16)
     pieces, start = [], 0
     while start < tokens:
         count = sizes.piece(tokens - start, sizes.rows)
         live = np.zeros((count, 4), np.int32)
         live[:, 1], live[:, 3] = start + np.arange(count), ACTIVE
-        launch, rows = _launch(config, count), slice(start, start + count)
-        places = {"live": device.array(live), "q": held["q"][rows], "cache": held["cache"]}
+        launch = _launch(device, config, count, warpgroups)
+        rows = slice(start, start + count)
+        places = held | {"live": device.array(live), "q": held["q"][rows]}
         places["product_in"] = out[rows]
         values = {"rows": count, "sequences": 1, "context": tokens}
         given = [
@@ -144,7 +155,12 @@ def measure(
     cache = to_bf16(keys)
     operations = 2.0 * config.query_size * tokens * (tokens + 1)
     repeats = max(1, round(2e-3 * rate / 3 / operations))  # some 2 ms a round
-    ways = {"ours": ours(device, config, tokens, queries, cache, repeats)}
+    warpgroups = has_warpgroups(device.properties.compute_capability)
+    ways = {"ours": ours(device, config, tokens, queries, cache, repeats, warpgroups)}
+    if warpgroups:
+        ways["without warpgroups"] = ours(
+            device, config, tokens, queries, cache, repeats, warpgroups=False
+        )
     for way in _WAYS:
         try:
             ways[way] = theirs(torch, way, queries, cache, repeats)

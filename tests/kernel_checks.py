@@ -212,10 +212,11 @@ def _launches(config: LlamaConfig) -> Iterator[CudaLaunch]:
             program = (*decode_program(config), *program)
         yield from lower(program, config, rows=rows, context=2048, tuning=tuning)
     single = default_tuning(config, context=2048)
-    for rows in (16, 512):
+    for rows, warpgroups in ((16, False), (512, False), (512, True)):
         tuning = default_tuning(config, rows=rows, context=2048, most=PIECE_ROWS)
         program = decode_program(config, last_row=rows > SAMPLED_ROWS)
-        step = lower_with_library(program, config, rows=rows, tuning=tuning, single=single)
+        given: Any = {"tuning": tuning, "single": single, "warpgroups": warpgroups}
+        step = lower_with_library(program, config, rows=rows, **given)
         yield from (one for one in step if isinstance(one, CudaLaunch))
 
 

@@ -91,6 +91,7 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
                 (reinterpret_cast<uintptr_t>(one.shared.data()) + 1023) / 1024 * 1024);
             one.barrier = {};
             one.cluster = {};
+            for (Barrier& part : one.parts) part = {};
             one.warp_barriers.assign((threads + 31) / 32, {});
             one.warp_live.assign((threads + 31) / 32, 0);
             one.slots.assign(threads * 2, 0);
@@ -195,6 +196,22 @@ void multiply_panels(float (*c)[4], int n, const void* a, const void* b) {
         for (int i = 0; i < 4; i++)
             for (int k = 0; k < 16; k++)
                 c[tile][i] += at(a, thread / 32 % 4 * 16 + g + i / 2 * 8, k) * at(b, tile * 8 + 2 * t + i % 2, k);
+}
+
+void multiply_shares(float (*c)[4], int tiles, const unsigned (&a)[4], Panels b) {
+    check_aligned(b.at, 1024);
+    const uint32_t* const operands = emulated::exchanged_operands({a[0], a[1], a[2], a[3], 0, 0});
+    const int lane = emulated::current->number % 32, g = lane / 4, t = lane % 4;
+    auto half = [](unsigned w, int i) { return __uint_as_float(i ? w & 0xffff0000u : w << 16); };
+    for (int tile = 0; tile < tiles; tile++)
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < 16; k++) {
+                const unsigned word = operands[(g * 4 + k % 8 / 2) * 6 + i / 2 + k / 8 * 2];
+                const int column = tile * 8 + 2 * t + i % 2;
+                const auto value = *reinterpret_cast<const uint16_t*>(
+                    b.at + column / 64 * b.next + k * 128 + (column % 64 / 8 ^ k % 8) * 16 + column % 8 * 2);
+                c[tile][i] += half(word, k % 2) * __uint_as_float(unsigned(value) << 16);
+            }
 }
 
 void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,

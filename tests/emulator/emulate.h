@@ -64,12 +64,13 @@ struct Copy {
     bool there;
 };
 
-// A copy of many bytes, which are counted.
+// A copy of many bytes, which are counted.  `row`: of a panel, whose chunks of 16 bytes are permuted, or -1.
 struct BulkCopy {
     void* to;
-    const void* from;
+    const void* from;  // null for zeros
     unsigned bytes;
     unsigned long long* arrivals;
+    int row;
 };
 
 struct Fiber {
@@ -93,6 +94,7 @@ struct Block {
     unsigned char* shared_start = nullptr;
     Barrier barrier;
     Barrier cluster;  // of the first block: of all threads of its cluster
+    Barrier parts[16];  // of some of the threads
     std::vector<Barrier> warp_barriers;
     std::vector<int> warp_live;
     std::vector<uint64_t> slots;     // two a thread, for exchanges in turns
@@ -433,31 +435,40 @@ template <int BLOCKS, class T> inline T* at_block(const T* own, int rank) {
         reinterpret_cast<const unsigned char*>(own) - emulated::current->block->shared_start;
     return reinterpret_cast<T*>(block_of_cluster<BLOCKS>(rank)->shared_start + offset);
 }
-// Phases that are over, above the bytes that are still to come in this one.
-inline void begin_arrivals(unsigned long long* arrivals) {
-    check_aligned(arrivals, 8);
-    *arrivals = 0;
-}
-inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
-    if (static_cast<unsigned>(*arrivals)) {
-        std::fprintf(stderr, "emulated: bytes are expected twice: %llx, %u\n", *arrivals, bytes);
-        abort();
-    }
-    *arrivals += bytes ? bytes : 1ull << 32;
-}
-inline int uniform(int value) { return value; }
-inline float divide_fast(float a, float b) { return a / b; }
+// From above: the arrivals of a phase (8 bits), phases that are over, and of this phase the arrivals (8 bits)
+// and the bytes that are still to come.
 namespace emulated {
+constexpr unsigned ARRIVAL = 1u << 24;
+inline void complete(unsigned long long* arrivals) {
+    if (static_cast<unsigned>(*arrivals)) return;
+    *arrivals += (1ull << 32) + (*arrivals >> 56) * ARRIVAL;
+    progress++;
+}
 inline void count_bytes(unsigned long long* arrivals, unsigned bytes) {
-    if (static_cast<unsigned>(*arrivals) < bytes) {
+    if (static_cast<unsigned>(*arrivals) % ARRIVAL < bytes) {
         std::fprintf(stderr, "emulated: more bytes than were expected\n");
         abort();
     }
     *arrivals -= bytes;
-    if (!static_cast<unsigned>(*arrivals)) *arrivals += 1ull << 32;
-    progress++;
+    complete(arrivals);
 }
 }  // namespace emulated
+inline void begin_arrivals(unsigned long long* arrivals, unsigned count = 1) {
+    check_aligned(arrivals, 8);
+    *arrivals = static_cast<unsigned long long>(count) << 56 | count * emulated::ARRIVAL;
+}
+inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
+    if (static_cast<unsigned>(*arrivals) < emulated::ARRIVAL) {
+        std::fprintf(stderr, "emulated: an arrival too many: %llx, %u\n", *arrivals, bytes);
+        abort();
+    }
+    *arrivals += bytes;
+    *arrivals -= emulated::ARRIVAL;
+    emulated::complete(arrivals);
+}
+inline void arrive(unsigned long long* arrivals) { expect_bytes(arrivals, 0); }
+inline int uniform(int value) { return value; }
+inline float divide_fast(float a, float b) { return a / b; }
 template <int BLOCKS, class T>
 inline void send_to_block(T* own, unsigned long long* arrivals, int rank, T v) {
     check_aligned(own, sizeof(T));
@@ -474,7 +485,7 @@ inline void copy_bytes(void* to, const void* from, unsigned bytes, unsigned long
         abort();
     }
     std::memset(to, 0xff, bytes);
-    emulated::current->block->bulk_copies.push_back({to, from, bytes, arrivals});
+    emulated::current->block->bulk_copies.push_back({to, from, bytes, arrivals, -1});
 }
 inline void wait_for_bytes(unsigned long long* arrivals, bool odd = false) {
     auto& copies = emulated::current->block->bulk_copies;
@@ -484,11 +495,73 @@ inline void wait_for_bytes(unsigned long long* arrivals, bool odd = false) {
             if (copies[i].arrivals != arrivals) continue;
             const emulated::BulkCopy copy = copies[i];
             copies.erase(copies.begin() + i);
-            std::memcpy(copy.to, copy.from, copy.bytes);
+            for (unsigned at = 0; at < copy.bytes; at += 16) {
+                auto* const to = static_cast<char*>(copy.to) + (copy.row < 0 ? at : at ^ copy.row % 8 * 16);
+                copy.from ? std::memcpy(to, static_cast<const char*>(copy.from) + at, 16) : std::memset(to, 0, 16);
+            }
             emulated::count_bytes(arrivals, copy.bytes);
             found = true;
         }
         if (!found) emulated::yield();
+    }
+}
+
+// What warpgroups.cuh has.
+inline void sync_part(int part, int threads) {
+    emulated::Barrier& barrier = emulated::current->block->parts[part];
+    const int generation = barrier.generation;
+    barrier.arrived++;
+    emulated::wait_past(barrier, generation, [threads] { return threads; });
+}
+inline void arrive_part(int part, int threads) {
+    emulated::Barrier& barrier = emulated::current->block->parts[part];
+    emulated::progress++;
+    if (++barrier.arrived < threads) return;
+    barrier.arrived = 0;
+    barrier.generation++;
+}
+inline void wait_for_arrivals(unsigned long long* arrivals, bool odd) { wait_for_bytes(arrivals, odd); }
+template <int REGISTERS> inline void take_registers() {}
+template <int REGISTERS> inline void give_registers() {}
+
+struct Panels {
+    const unsigned char* at;
+    unsigned next;
+};
+inline Panels panels_at(const void* p, unsigned next = 16) { return {static_cast<const unsigned char*>(p), next}; }
+inline Panels further(Panels panels, unsigned bytes) { return {panels.at + bytes, panels.next}; }
+template <bool ADD, int TILES> inline void multiply_rows(float (&c)[TILES][4], Panels a, Panels b) {
+    if (!ADD) std::memset(c, 0, sizeof c);
+    multiply_panels(c, 8 * TILES, a.at, b.at);
+}
+void multiply_shares(float (*c)[4], int tiles, const unsigned (&a)[4], Panels b);
+template <int TILES> inline void multiply_shares(float (&c)[TILES][4], const unsigned (&a)[4], Panels b) {
+    multiply_shares(c, TILES, a, b);
+}
+template <int PENDING> inline void wait_products() { emulated::sync_warp(); }
+template <int TILES> inline void settle(float (&)[TILES][4]) {}
+
+struct TensorMap {
+    const unsigned char* from;
+    unsigned width, rows, tile;
+    unsigned long long line, half;
+};
+inline void make_map(void* map, void*, const void* from, unsigned width, unsigned rows, unsigned tile,
+                     unsigned, unsigned long long line, unsigned long long half) {
+    check_aligned(map, 128);
+    *static_cast<TensorMap*>(map) = {static_cast<const unsigned char*>(from), width, rows, tile, line, half};
+    __syncwarp();
+}
+inline void copy_box(void* to, const void* map, int column, int row, int line, int half,
+                     unsigned long long* arrivals) {
+    check_aligned(to, 1024);
+    const TensorMap& of = *static_cast<const TensorMap*>(map);
+    std::memset(to, 0xff, of.tile * 128);
+    for (unsigned i = 0; i < of.tile; i++) {
+        const unsigned char* const from =
+            of.from + half * of.half + line * of.line + ((row + i) * 1ull * of.width + column) * 2;
+        emulated::current->block->bulk_copies.push_back(
+            {static_cast<char*>(to) + i * 128, row + i < of.rows ? from : nullptr, 128, arrivals, int(i)});
     }
 }
 

@@ -92,20 +92,23 @@ STEPS = [
     *((how, rows) for how in ("plain", "clusters") for rows in (1, 2, 64)),
     *(("packed", rows) for rows in (1, 16)),
     *(("library", rows) for rows in (16, 64, 512)),
+    ("library, warpgroups", 512),
 ]
 
 
 def step_of(how: str, model: LlamaConfig, rows: int, kind: str) -> tuple[Any, ...]:
-    last_row = how == "library" and rows > SAMPLED_ROWS
+    library = how.startswith("library")
+    last_row = library and rows > SAMPLED_ROWS
     lookup = min(rows - 1, 7) if kind == "lookup" and not last_row else 0
     program = decode_program(model, sampled=kind != "not sampled", last_row=last_row, lookup=lookup)
     if kind in ("loop", "lookup"):
         program = (*program, loop_call())
     sizes: Any = {"rows": rows, "context": 512}
-    if how == "library":
-        tuning = default_tuning(model, **sizes, most=PIECE_ROWS)
-        single = default_tuning(model, context=512)
-        return lower_with_library(program, model, rows=rows, tuning=tuning, single=single)
+    if library:
+        tunings = {"tuning": default_tuning(model, **sizes, most=PIECE_ROWS)}
+        tunings["single"] = default_tuning(model, context=512)
+        has = {"warpgroups": how.endswith("warpgroups")}
+        return lower_with_library(program, model, rows=rows, **tunings, **has)
     if how == "packed":
         checkpoint = PackedCheckpoint(model, "Q4_K_M", "a chain")
         formats = formats_of(model, lambda name: checkpoint.raw(name).type)

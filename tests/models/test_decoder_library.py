@@ -128,13 +128,14 @@ def test_pieces_go_on_from_pieces_and_tokens_from_them(
         pytest.param({"qkv_bias": True}, marks=pytest.mark.slow),
         pytest.param({"qk_norm": True}, marks=pytest.mark.slow),
         pytest.param({"windows": (70, 0)}, marks=pytest.mark.slow),
+        {"head_size": 64, "windows": (70, 0)},
         {},
     ],
 )
 def test_families_in_large_pieces_agree_with_the_host(
     host_device: Device, library: NumpyProducts, added: dict[str, Any]
 ) -> None:
-    """`{}`: all of it at once."""
+    """`{}`: all of it at once; heads of 64: the attention by warpgroups."""
     config = replace(CONFIG, **added) if added else FAMILY
     tokens, wanted, done = prompt(300), {}, 0
     with pytest.MonkeyPatch.context() as patch:

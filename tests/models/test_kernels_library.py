@@ -15,7 +15,7 @@ from ostinato.errors import UnsupportedModelError
 from ostinato.models.cuda import library as kl
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.products import PIECE_ROWS
-from ostinato.models.cuda.shapes import default_tuning
+from ostinato.models.cuda.shapes import default_tuning, has_warpgroups
 from ostinato.models.program import (
     ACTIVE,
     SAMPLED_ROWS,
@@ -27,6 +27,7 @@ from tests.emulator.emulator import Emulator
 from tests.models.machines import OnDevice, on_kernels
 from tests.models.test_kernels_cuda import SHAPES, SMALL
 
+ATTENTIONS = ("piece_attention", "warpgroup_attention")
 PIECES_OF_STEPS = {*kc.PIECE_SIGNATURES, "piece_attention"}
 
 
@@ -37,6 +38,7 @@ def lowered(
     sampled: bool = True,
     loop: bool = False,
     multiprocessors: int = 132,
+    warpgroups: bool = False,
 ) -> Any:
     program = decode_program(config, sampled=sampled, last_row=rows > SAMPLED_ROWS)
     if loop:
@@ -48,6 +50,7 @@ def lowered(
         tuning=default_tuning(config, rows=rows, context=512, most=PIECE_ROWS),
         single=default_tuning(config, rows=1, context=512),
         multiprocessors=multiprocessors,
+        warpgroups=warpgroups,
     )
 
 
@@ -139,6 +142,19 @@ PIECES = [  # heads, KV heads, head size, rows, padding, first position; and a w
 ]
 
 
+OF_WARPGROUPS = [
+    (4, 1, 64, 128, 37, 70),
+    (3, 1, 128, 128, 0, 0),
+    (4, 2, 128, 100, 9, 3),
+    (2, 2, 64, 200, 127, 131),
+    (14, 2, 64, 150, 30, 300),
+    (4, 1, 64, 128, 37, 70, 50),
+    (3, 1, 128, 128, 0, 0, 33),
+    (2, 1, 128, 100, 9, 150, 1),
+    (8, 1, 64, 128, 0, 130, 1000),
+]
+
+
 @on_kernels("piece", PIECES)
 @pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
 def test_attention_of_a_piece_is_right(
@@ -147,14 +163,25 @@ def test_attention_of_a_piece_is_right(
     check_attention(kernels, *piece, multiprocessors=multiprocessors)
 
 
+@on_kernels("piece", OF_WARPGROUPS)
+@pytest.mark.parametrize("multiprocessors", [1, 3, 132], ids="of {}".format)
+def test_attention_of_a_piece_by_warpgroups_is_right(
+    kernels: Any, piece: tuple[int, ...], multiprocessors: int
+) -> None:
+    """Few multiprocessors: a block has several items, and tiles that it copies ahead."""
+    require_warpgroups(kernels)
+    check_attention(kernels, *piece, multiprocessors=multiprocessors, warpgroups=True)
+
+
 @pytest.mark.parametrize("steep", [-3.0, 1.0, 3.0, 7.0, 50.0])
-@pytest.mark.parametrize("multiprocessors", [1, 132], ids="of {}".format)
+@pytest.mark.parametrize("how", [(1, False), (132, False), (1, True)], ids=str)
 def test_sums_of_a_piece_are_rescaled_where_scores_rise(
-    emulator: Emulator, steep: float, multiprocessors: int
+    emulator: Emulator, steep: float, how: tuple[int, bool]
 ) -> None:
     """A little, so that a row's base stays behind its largest score, and by more than it may."""
-    piece = (3, 1, 64, 100, 5, 230)
-    check_attention(emulator, *piece, multiprocessors=multiprocessors, steep=steep)
+    piece, (multiprocessors, warpgroups) = (3, 1, 64, 100, 5, 230), how
+    given = {"multiprocessors": multiprocessors, "warpgroups": warpgroups}
+    check_attention(emulator, *piece, **given, steep=steep)
 
 
 @pytest.mark.gpu
@@ -168,8 +195,79 @@ def test_sums_of_a_piece_are_rescaled_where_scores_rise(
     ],
     ids=str,
 )
-def test_attention_of_a_large_piece_is_right(cuda_device: Device, piece: tuple[int, ...]) -> None:
-    check_attention(OnDevice(cuda_device), *piece)
+@pytest.mark.parametrize("warpgroups", [False, True])
+def test_attention_of_a_large_piece_is_right(
+    cuda_device: Device, piece: tuple[int, ...], warpgroups: bool
+) -> None:
+    if warpgroups:
+        require_warpgroups(OnDevice(cuda_device))
+    check_attention(OnDevice(cuda_device), *piece, warpgroups=warpgroups)
+
+
+@on_kernels("head_size", [64, 128])
+def test_a_rows_bits_do_not_depend_on_its_piece(kernels: Any, head_size: int) -> None:
+    require_warpgroups(kernels)
+    config, begin, rows = config_of(4, 2, head_size, inner=88, vocabulary=67, layers=1), 70, 330
+    rng = np.random.default_rng(head_size)
+    live = np.zeros((rows, 4), np.int32)
+    live[:, 1], live[:, 3] = begin + np.arange(rows), ACTIVE
+    q = rng.standard_normal((rows, 4, head_size)).astype(np.float32)
+    cache = to_bf16(rng.standard_normal((2, 1, 2, begin + rows, head_size)).astype(np.float32))
+
+    def in_pieces(size: int, multiprocessors: int) -> np.ndarray:
+        pieces = [slice(at, at + size) for at in range(0, rows, size)]
+        has = {"multiprocessors": multiprocessors, "warpgroups": True}
+        return np.concatenate(
+            [attend(kernels, config, live[p], q[p], cache, **has) for p in pieces]
+        )
+
+    whole = in_pieces(rows, 1)  # blocks of the most warpgroups; then of fewer
+    for size, multiprocessors in ((110, 132), (165, 6), (165, 1)):
+        assert (in_pieces(size, multiprocessors) == whole).all()
+
+
+def require_warpgroups(machine: Any) -> None:
+    if isinstance(machine, OnDevice):
+        capability = machine.device.properties.compute_capability
+        if not has_warpgroups(capability):
+            pytest.skip(f"compute capability {capability} has no warpgroups")
+
+
+def attend(
+    machine: Any,
+    config: Any,
+    live: np.ndarray,
+    q: np.ndarray,
+    cache: np.ndarray,
+    *,
+    multiprocessors: int,
+    warpgroups: bool,
+) -> np.ndarray:
+    """The attention of a step with these rows, as bfloat16."""
+    rows, (sequences, _, context) = len(live), cache.shape[1:4]
+    launch = next(
+        one
+        for one in lowered(config, rows, multiprocessors=multiprocessors, warpgroups=warpgroups)
+        if isinstance(one, kc.CudaLaunch) and one.kernel in ATTENTIONS
+    )
+    tunings = [default_tuning(config, rows=n, context=512, most=PIECE_ROWS) for n in (rows, 1)]
+    lowering = kl.LibraryLowering(config, rows, *tunings, {}, multiprocessors, warpgroups)
+    device = {
+        "live": machine.array(live),
+        "q": machine.array(q),
+        "cache": machine.array(cache),
+        "workspace": machine.array(np.zeros(lowering.workspace_bytes // 4, np.float32)),
+        "product_in": machine.array(np.full((rows, config.query_size), 0x7FFF, np.uint16)),
+    }
+    sizes = {"rows": rows, "sequences": sequences, "context": context}
+    values = {
+        name: device[value.name] if isinstance(value, BufferArgument) else sizes.get(value, value)
+        for name, value in launch.arguments
+    }
+    machine.launch(launch, values)
+    machine.synchronize()
+    found: np.ndarray = machine.read(device["product_in"])
+    return found
 
 
 def check_attention(
@@ -183,19 +281,16 @@ def check_attention(
     window: int = 0,
     *,
     multiprocessors: int = 132,
+    warpgroups: bool = False,
     steep: float = 0.0,
 ) -> None:
     """`multiprocessors`: that the launch is made for; few of them get blocks of more rows."""
     config = config_of(
         heads, kv_heads, head_size, inner=88, vocabulary=67, layers=1, windows=(window,)
     )
-    launch = next(
-        one
-        for one in lowered(config, rows, multiprocessors=multiprocessors)
-        if isinstance(one, kc.CudaLaunch) and one.kernel == "piece_attention"
-    )
     rng = np.random.default_rng(rows + heads)
-    sequences, context, sequence = 3, begin + rows - padding, 1
+    sequences, sequence, end = 3, 1, begin + rows - padding
+    context = end + 3
     live = np.zeros((rows, 4), np.int32)
     live[:padding] = (5, 1 << 30, 77, 0)  # padding, whatever it holds
     live[padding:, 1] = begin + np.arange(rows - padding)
@@ -205,26 +300,14 @@ def check_attention(
     if steep:  # scores rise by so many powers of two every 40 positions
         q[..., 0] = 8
         cache[0, ..., 0] += steep * (np.arange(context) // 40) * np.log(2) / 8 * head_size**0.5
-    q[:padding] = np.nan
+    q[:padding] = cache[..., end:, :] = np.nan
     cache = from_bf16(to_bf16(cache))
-    device = {
-        "live": machine.array(live),
-        "q": machine.array(q),
-        "cache": machine.array(to_bf16(cache)),
-        "product_in": machine.array(np.full((rows, heads * head_size), 0x7FFF, np.uint16)),
-    }
-    sizes = {"rows": rows, "sequences": sequences, "context": context}
-    values = {
-        name: device[value.name] if isinstance(value, BufferArgument) else sizes.get(value, value)
-        for name, value in launch.arguments
-    }
-    machine.launch(launch, values)
-    machine.synchronize()
-    found = from_bf16(machine.read(device["product_in"])).reshape(q.shape)
+    given = {"multiprocessors": multiprocessors, "warpgroups": warpgroups}
+    found = from_bf16(attend(machine, config, live, q, to_bf16(cache), **given)).reshape(q.shape)
     assert not found[:padding].any()
     for row in range(padding, rows):
-        end = int(live[row, 1]) + 1
-        seen = slice(max(0, end - window) if window else 0, end)
+        length = int(live[row, 1]) + 1
+        seen = slice(max(0, length - window) if window else 0, length)
         for head in range(heads):
             keys, content = cache[:, sequence, head // (heads // kv_heads), seen].astype(np.float64)
             scores = keys @ q[row, head] * head_size**-0.5

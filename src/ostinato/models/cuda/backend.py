@@ -214,7 +214,9 @@ class CudaBackend:
                 lowering = Lowering(config, count, tuning, formats, processors)
                 found.append(lowering.workspace_bytes)
             if self._multiplies(model, count):
-                with_library = LibraryLowering(config, count, tuning, tuning, formats, processors)
+                with_library = LibraryLowering(
+                    config, count, tuning, tuning, formats, processors, self._known["warpgroups"]
+                )
                 found.append(with_library.workspace_bytes)
         return max(found)
 
@@ -249,6 +251,7 @@ class CudaBackend:
         lowered: Sequence[Lowered | BoundCall]
         if self._multiplies(model, rows):
             single = self._tuning(model, 1)
+            given["warpgroups"] = self._known["warpgroups"]
             lowered = lower_with_library(program, model.config, single=single, **given)
         else:
             lowered = lower(program, model.config, context=model.context, **given)

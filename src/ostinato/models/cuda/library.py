@@ -19,7 +19,8 @@ neither of the two launches is programmatic.
 without a library.
 
 In steps of more than MAX_ROWS rows, which are pieces of a prompt, `piece_attention` takes the place
-of `attention`: neighbouring rows share the keys and values that all of them read.
+of `attention`: neighbouring rows share the keys and values that all of them read.  If the device
+has warpgroups and the heads have 64 or 128 dimensions, it is `warpgroup_attention`.
 """
 
 from __future__ import annotations
@@ -69,12 +70,14 @@ _PIECE_ATTENTION = (
     "heads: u32, kv_heads: u32, head_size: u32, sequences: u32, context: u32, window: u32, "
     "scale: f32"
 )
+_WARPGROUP_ATTENTION = _PIECE_ATTENTION.replace("row_count", "workspace: *f32, row_count")
 UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, first: u32, size: u32"
 
 _OUT, _WORKSPACE = BufferArgument("product_out"), BufferArgument("product_workspace")
 _UNPACKED = BufferArgument("unpacked")
 _UNPACK_THREADS = 256
 _GATED_BYTES = 128 << 20
+_MAP_BYTES = 128  # what a block of warpgroup_attention.cu has in the workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +150,20 @@ def lower_with_library(
     tuning: Tuning,
     single: Tuning,
     multiprocessors: int = 132,
+    warpgroups: bool = False,
     formats: Formats | None = None,
 ) -> tuple[Lowered | BoundCall, ...]:
     """Returns the launches and products of a step of `rows` rows, in order; bound calls stay in
     their places.
 
     `tuning`: for `rows` rows; `single`: for one row, used where only the last row samples.
-    `formats`: the packed matrices.
+    `warpgroups`: True if the device has them.  `formats`: the packed matrices.
     Raises UnsupportedModelError: of more than MAX_ROWS rows, only the last one may sample.
     """
     require_supported(config, rows, most=PIECE_ROWS)
-    lowering = LibraryLowering(config, rows, tuning, single, formats or {}, multiprocessors)
+    lowering = LibraryLowering(
+        config, rows, tuning, single, formats or {}, multiprocessors, warpgroups
+    )
     made: list[Lowered | BoundCall] = []
     for call in program:
         if not isinstance(call, KernelCall):
@@ -188,6 +194,11 @@ def _piece_attention() -> Source:
     return kc.source_of("piece_attention", {"piece_attention": _PIECE_ATTENTION})
 
 
+@cache
+def _warpgroup_attention() -> Source:
+    return kc.source_of("warpgroup_attention", {"warpgroup_attention": _WARPGROUP_ATTENTION})
+
+
 class LibraryLowering:
     """The lowering of calls for one config, number of rows and pair of tunings."""
 
@@ -199,8 +210,11 @@ class LibraryLowering:
         single: Tuning,
         formats: Formats,
         multiprocessors: int,
+        warpgroups: bool,
     ) -> None:
         self.config, self.rows, self.formats = config, rows, formats
+        self.warpgroups = warpgroups and config.head_size in (64, 128)
+        self.warpgroups &= config.heads // config.kv_heads <= 64
         # The tuning's `start_next` is dropped: it was measured with other neighbouring kernels.
         tuning = replace(tuning, start_next={}, block=None)
         self.own = kc.Lowering(config, rows, tuning, formats, multiprocessors, library=True)
@@ -228,6 +242,8 @@ class LibraryLowering:
             most = self.rows * c.heads * splits * (c.head_size + 2) * 4
         if self.rows <= MAX_ROWS:
             most = max(most, self.rows * self.own.blocks("head", self.own.head_packing) * 8)
+        elif self.warpgroups:
+            most = max(most, self._warpgroup_cut[1] * _MAP_BYTES)
         return COUNTER_BYTES + most
 
     # --- the calls of a layer
@@ -245,9 +261,10 @@ class LibraryLowering:
 
     def _attention(self, call: KernelCall, given: _Arguments) -> Sequence[Lowered]:
         c = self.config
-        if self.rows > MAX_ROWS and c.head_size <= PIECE_HEAD_SIZE:
-            return [self._piece_attention(given)]
-        return self.own.launches([call])
+        if self.rows <= MAX_ROWS or c.head_size > PIECE_HEAD_SIZE:
+            return self.own.launches([call])
+        one = self._warpgroup_attention if self.warpgroups else self._piece_attention
+        return [one({**given, "out": kc.ROUNDED_IN})]
 
     def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -279,11 +296,8 @@ class LibraryLowering:
         positions = 64 if c.head_size <= 64 and tiles == 1 else 32
         rows, threads = 16 * tiles * warps, 32 * warps * queries
         shared = 4 * positions * -(-c.head_size // 64) * 128  # keys and values, twice
-        macros = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
-        macros |= {name: str(value) for name, value in kc.family_macros(c).items()}
-        macros |= {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
+        macros = self._heads_macros | {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
         macros |= {"PIECE_TILES": str(tiles), "PIECE_POSITIONS": str(positions)}
-        given = {**given, "out": kc.ROUNDED_IN}
         return kc.CudaLaunch(
             "piece_attention",
             _piece_attention(),
@@ -292,7 +306,42 @@ class LibraryLowering:
             tuple((name, given[name]) for name in parameter_names(_PIECE_ATTENTION)),
         )
 
+    @property
+    def _warpgroup_cut(self) -> tuple[int, int]:
+        """The warpgroups of a block, with 64 query vectors each, and the blocks: the most
+        warpgroups whose blocks still fill the device.  They do not change a row's bits."""
+        c, multiprocessors = self.config, self.own.multiprocessors
+        groups = 4 if c.head_size == 64 else 2
+        while True:
+            rows = 64 * groups // (c.heads // c.kv_heads)
+            items = c.kv_heads * -(-self.rows // rows)
+            if groups == 1:
+                return groups, min(items, 2 * multiprocessors)
+            if items >= 0.9 * multiprocessors:
+                return groups, min(items, multiprocessors)
+            groups //= 2
+
+    def _warpgroup_attention(self, given: _Arguments) -> kc.CudaLaunch:
+        """Returns a launch whose blocks have one warpgroup more, which copies."""
+        c, (groups, blocks) = self.config, self._warpgroup_cut
+        positions, stages = (64, 4) if c.head_size == 64 else (128, 2)
+        shared = (64 * groups + 2 * stages * positions) * c.head_size * 2 + 4 * self.rows
+        macros = self._heads_macros | {"WARPGROUPS": str(groups), "STAGES": str(stages)}
+        macros |= {"PIECE_POSITIONS": str(positions)}
+        return kc.CudaLaunch(
+            "warpgroup_attention",
+            _warpgroup_attention(),
+            CompileOptions(defines=tuple(macros.items()), arch="sm_90a"),
+            LaunchConfig(blocks, 128 * (groups + 1), shared),
+            tuple((name, given[name]) for name in parameter_names(_WARPGROUP_ATTENTION)),
+        )
+
     # --- parts
+    @property
+    def _heads_macros(self) -> dict[str, str]:
+        found = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
+        return found | {name: str(value) for name, value in kc.family_macros(self.config).items()}
+
     def _norm(self, given: _Arguments) -> kc.CudaLaunch:
         return self.own.norm({**given, "out": kc.CARRIED, "squares": ABSENT, "half": 0})
 

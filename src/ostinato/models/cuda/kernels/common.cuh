@@ -186,11 +186,12 @@ template <int BLOCKS> DEVICE void wait_for_cluster() {
 // One thread initialises a block's count and sets the number of bytes to expect, before it arrives at the
 // cluster's barrier.  A block sends only after it has waited for that barrier, and must not exit while bytes
 // are sent to it.  When all bytes have arrived, more may be expected in the count's next phase.
-DEVICE void begin_arrivals(u64* arrivals) {
+DEVICE void begin_arrivals(u64* arrivals, u32 count = 1) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
-        "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-        "fence.mbarrier_init.release.cluster;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(arrivals)))
+        "mbarrier.init.shared::cta.b64 [%0], %1;\n\t"
+        "fence.mbarrier_init.release.cluster;" ::"r"(static_cast<u32>(__cvta_generic_to_shared(arrivals))),
+        "r"(count)
         : "memory");
 #endif
 }
@@ -502,6 +503,9 @@ DEVICE int iq4_nl_value(u32 code) {
     return VALUES[code];
 }
 
+// The positions that a row attends to end here; 0 for a row that is not active.
+DEVICE int end_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1 : 0; }
+
 // The first position that a row at position `length` - 1 attends to; `window` is 0 for all positions.
 DEVICE int first_position(int length, u32 window) {
     const int most = static_cast<int>(window);
@@ -514,6 +518,13 @@ template <int WIDTH> DEVICE float sum_lanes(float v) {
     for (int mask = WIDTH / 2; mask > 0; mask /= 2) v += exchange(v, mask);
     return v;
 }
+
+DEVICE int largest_of_lanes(int v) {
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) v = larger(v, exchange(v, mask));
+    return v;
+}
+DEVICE int least_of_lanes(int v) { return -largest_of_lanes(-v); }
 
 DEVICE u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 

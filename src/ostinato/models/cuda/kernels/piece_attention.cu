@@ -30,14 +30,6 @@ typedef float Scores[TILES][TILE / 8][4];
 DEVICE int order_of(int position) { return (position & 1) << 2 | (position >> 1 & 3); }
 DEVICE int place_of(int position, int part) { return position * LINE + (part ^ order_of(position)); }
 
-DEVICE int largest_of_lanes(int v) {
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) v = larger(v, exchange(v, mask));
-    return v;
-}
-DEVICE int least_of_lanes(int v) { return -largest_of_lanes(-v); }
-DEVICE int end_of(const Row& row) { return row.flags & ACTIVE ? row.position + 1 : 0; }
-
 KERNEL __launch_bounds__(THREADS)
     piece_attention(const int* live, const float* q, const bf16* cache, bf16* out, u32 row_count,
                     u32 heads, u32 kv_heads, u32 head_size, u32 sequences, u32 context, u32 window,
