@@ -19,7 +19,7 @@ _NAMES = re.compile(r"fft|bluestein|radix\d", re.IGNORECASE)
 `dpRadix0016A::kernel1Mem`."""
 
 _ends = 0
-"""How often plans may have ended since `watch`."""
+"""The number of times at which plans may have ended since `watch`."""
 _watched = False
 
 
