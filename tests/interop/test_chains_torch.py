@@ -734,21 +734,20 @@ class TestOnGpu:
             return x * float(large[0].item())
 
         x = torch.ones(8, device="cuda")
-        function(x)
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
-        for _ in range(3):
+        reserved = []
+        for _ in range(4):
             step = graphed(function, device=device)
             self.run(step, function, lambda: x, 8)
             assert step.statistics().replays > 1, step.explain()
             step.close()
             del step
-        gc.collect()
-        torch.cuda.synchronize()
-        device.context.collect()
-        torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() - before < 32 << 20
+            gc.collect()
+            torch.cuda.synchronize()
+            device.context.collect()
+            torch.cuda.empty_cache()
+            reserved.append(torch.cuda.memory_reserved())
+        # The first one has left the workspaces of cuBLAS, which the others use too.
+        assert reserved[-1] - reserved[0] < 32 << 20, reserved
 
 
 _LEGACY = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import random
 import struct
 import threading
@@ -854,3 +855,32 @@ def test_the_memory_of_a_sparse_tensor_is_that_of_its_parts(
     assert len(found) == (2 if layout == "coo" else 3)
     values = one._values() if layout == "coo" else one.values()
     assert values.data_ptr() in [memory.address for memory, _ in found]
+
+
+def test_streams_of_captures_serve_later_functions(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each would leave a workspace of cuBLAS.  Graphs may use it as long as they live."""
+    from ostinato.interop.torch.capturing import Captures, Kept
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: handle)
+
+    def stream_of(captures: Captures) -> int:
+        theirs, ours = captures.beside()
+        assert theirs == ours.handle
+        return int(theirs)
+
+    captures, other = (Captures(host_device, 0, ()) for _ in range(2))
+    first, second = stream_of(captures), stream_of(other)
+    assert stream_of(captures) == first != second
+    graph = Kept()
+    captures.owners.add(graph)
+    del captures
+    gc.collect()
+    third = Captures(host_device, 0, ())
+    assert stream_of(third) not in (first, second)
+    del graph
+    gc.collect()
+    fourth = Captures(host_device, 0, ())
+    assert stream_of(fourth) == first
+    assert len({*map(stream_of, (other, third, fourth))}) == 3

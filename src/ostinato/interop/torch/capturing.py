@@ -44,6 +44,11 @@ _workspaces: dict[tuple[int, int], Any] = {}
 """For each device and stream of captures a pool that holds cuBLAS's workspaces alone.  Pools stay
 for ever: the driver may give the handle of a closed stream to a new one."""
 
+_idle_lock = threading.Lock()
+
+_idle: weakref.WeakKeyDictionary[Any, list[_Side]] = weakref.WeakKeyDictionary()
+"""For each context the streams of captures whose function has ended, for later functions."""
+
 NOT_REGISTERED = "generator not in capture mode"
 """Part of torch's error for random numbers in a capture that is not its own."""
 
@@ -77,6 +82,17 @@ class OwnPool:
     keeper: Any = None
 
 
+@dataclass(slots=True, eq=False)
+class _Side:
+    """A stream of captures, as torch's object and as ostinato's."""
+
+    theirs: Any
+    ours: Stream
+    blocking: bool
+    owners: weakref.WeakSet[Any]
+    """What keeps the graphs that were captured on it; these may use its workspaces at any time."""
+
+
 class Captures:
     """The captures and warm-ups of a graphed function: on a stream beside the caller's, and into a
     pool of torch's allocator that its graphs share."""
@@ -84,8 +100,10 @@ class Captures:
     def __init__(self, device: Device, index: int, generators: Sequence[Any]) -> None:
         """`generators`: those that the function draws from, besides the default one."""
         self.device, self.index, self.generators = device, index, generators
-        self._side: tuple[Any, Stream] | None = None
-        self._blocking = False
+        self._side: _Side | None = None
+        self._sides: list[_Side] = []
+        ended = weakref.finalize(self, _idle.setdefault(device.context, []).extend, self._sides)
+        ended.atexit = False
         self.unseen = False
         """True if work on the legacy default stream may be missing from a capture."""
         self.pool: Any = None
@@ -114,11 +132,22 @@ class Captures:
         would get errors.
         """
         blocking = blocking_captures() or len(sys._current_frames()) == 1
-        if self._side is None or (self._blocking and not blocking):
-            self._blocking = blocking
-            stream = self.device.create_stream(blocking=blocking)
-            self._side = torch.cuda.ExternalStream(stream.handle, device=self.index), stream
-        return self._side
+        side = self._side
+        if side is None or (side.blocking and not blocking):
+            idle = _idle.setdefault(self.device.context, [])
+            with _idle_lock:
+                free = [each for each in idle if each.blocking == blocking and not each.owners]
+                if free:
+                    side = free[0]
+                    idle.remove(side)
+                    side.owners = self.owners
+                else:
+                    ours = self.device.create_stream(blocking=blocking)
+                    theirs = torch.cuda.ExternalStream(ours.handle, device=self.index)
+                    side = _Side(theirs, ours, blocking, self.owners)
+            self._side = side
+            self._sides.append(side)
+        return side.theirs, side.ours
 
     def own_workspaces(self) -> None:
         """Makes cuBLAS's workspaces for the side stream in a pool that holds nothing else.
@@ -155,7 +184,7 @@ class Captures:
 
     def note_unseen(self) -> None:
         """Notes whether the next capture may miss work on the legacy default stream."""
-        self.unseen |= not self._blocking
+        self.unseen |= self._side is not None and not self._side.blocking
 
     def settle(self, error: str) -> None:
         """Clears an error that a call in a broken capture has left pending, which the next call of
@@ -413,7 +442,9 @@ class Captures:
                 call(self.index, pool)
             except RuntimeError:
                 break  # this version of torch has done it
-        if torch.cuda.is_current_stream_capturing():  # it still captures: use another stream
+        # It may still capture: another stream, then.
+        if self._side is not None and torch.cuda.is_current_stream_capturing():
+            self._sides.remove(self._side)
             self._side = None
         self._trivial(torch.cuda.graph_pool_handle())
         self.beside()[0].synchronize()
