@@ -10,11 +10,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     KernelNodeParams,
@@ -35,6 +31,9 @@ from ostinato.graph.show.outline import (
     shape_text,
     shorten,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SCHEMA = "ostinato.graph/1"
 TABLE_WIDTH = 120
@@ -67,6 +66,8 @@ def to_table(top: Outline) -> str:
     all, after a row that says "30 × 5 nodes"; the others may have other memory and other values of
     arguments.  Long argument lists and names are shortened.  `to_dict` has all of it.
     """
+    from rich.console import Console
+
     width = max(shutil.get_terminal_size((TABLE_WIDTH, 0)).columns, _LEAST_WIDTH)
     console = Console(
         file=io.StringIO(), width=width, color_system=None, force_jupyter=False, _environ={}
@@ -86,6 +87,9 @@ def to_html(top: Outline) -> str:
 
 def rich_table(top: Outline) -> Table:
     """Returns the graph as a table for a terminal: one row a node, in the driver's order."""
+    from rich import box
+    from rich.table import Table
+
     configs = [n.params.config for n in top.walk() if isinstance(n.params, KernelNodeParams)]
     programmatic = any(e.programmatic for e in top.walk_edges())
     table = Table(
@@ -115,6 +119,8 @@ def rich_table(top: Outline) -> Table:
 def _add_rows(
     table: Table, body: Outline, optional: Sequence[Callable[[LaunchConfig], str]], depth: int
 ) -> None:
+    from rich.text import Text
+
     indent, order = "  " * depth, range(len(body.nodes))
     units = folded(body, order) if len(order) > _MOST_ROWS else [[(i,)] for i in order]
     shown = {unit[0][0]: unit for unit in units if len(unit) > 1}
