@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.kernels.checks import config_of
 from ostinato.distributed import exchange, nccl
-from ostinato.explain import crumbs
 from ostinato.graph import probes
 from ostinato.interop.reading import moves
 from ostinato.models.config import LlamaConfig
@@ -168,7 +167,6 @@ def library_checks() -> Iterator[KernelCheck]:
     yield KernelCheck("moves.cu", moves.source())
     yield KernelCheck("step/fills.cu", fills.source())
     yield KernelCheck("graph/probes.cu", probes.source())
-    yield KernelCheck("ostinato_crumb.cu", crumbs.crumb)
     # A multiprocessor's 2,048 threads all at once: these kernels wait for random reads.
     most = dict.fromkeys(("insert", "probe", "materialize"), 32)
     yield KernelCheck("join.cu", chain.source(), registers=most)

@@ -12,7 +12,6 @@ import pytest
 
 import ostinato
 from benchmarks import divergences
-from ostinato.explain import crumbs
 from ostinato.modules import Source, compiler
 from ostinato.modules.nvrtc import Toolchain
 from tests import sources
@@ -111,7 +110,7 @@ def test_the_oldest_compiler_takes_them(part: int, monkeypatch: pytest.MonkeyPat
 
 def test_every_file_of_the_library_is_checked() -> None:
     files = {path.name for path in Path(ostinato.__file__).parent.rglob("*.cu")}
-    inline = {sources.SOURCE.name, crumbs.crumb.name, divergences.SOURCE.name}
+    inline = {sources.SOURCE.name, divergences.SOURCE.name}
     assert files == {wanted.source.name for wanted in every_check()} - inline
 
 
