@@ -155,7 +155,12 @@ def test_families_in_large_pieces_agree_with_the_host(
 
 @pytest.mark.parametrize(
     ("config", "options"),
-    [(CONFIG, {}), (FAMILY, {}), (FAMILY, {"build": "record"}), (FAMILY, {"verify": "first"})],
+    [
+        (CONFIG, {}),
+        pytest.param(FAMILY, {}, marks=pytest.mark.slow),  # as the last, but for its check
+        (FAMILY, {"build": "record"}),
+        (FAMILY, {"verify": "first"}),
+    ],
 )
 def test_every_way_gives_the_same_bits(
     host_device: Device, library: NumpyProducts, options: dict[str, Any], config: LlamaConfig
