@@ -90,7 +90,7 @@ class _Side:
     ours: Stream
     blocking: bool
     owners: weakref.WeakSet[Any]
-    """What keeps the graphs that were captured on it; these may use its workspaces at any time."""
+    """The objects that keep the graphs captured on it, which may use its workspaces at any time."""
 
 
 class Captures:
