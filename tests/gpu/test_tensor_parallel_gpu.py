@@ -8,13 +8,15 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ostinato.device import open_device
-from ostinato.distributed import new_group_id
+from ostinato.distributed import Group, local_groups, new_group_id
 from ostinato.distributed.nccl import load_nccl
 from ostinato.errors import NotAvailableError
+from ostinato.models import Decoder
 from tests.cli import commands
 from tests.distributed.starting import (
     MOMENTS,
@@ -24,6 +26,7 @@ from tests.distributed.starting import (
     start,
     waits,
 )
+from tests.distributed.test_decoder_ranks import FIRST, SHAPES, masked
 
 pytestmark = pytest.mark.gpu
 
@@ -64,6 +67,22 @@ def test_two_gpus_give_the_tokens_of_one(
 
 def test_runs_repeat_bit_for_bit() -> None:
     assert ranks(2, "cuda")[0][1] == ranks(2, "cuda")[0][1]
+
+
+def test_masks_of_rank_0_are_those_of_both() -> None:
+    """Steps, prompts and runs, beside a sequence without; ranks are threads here."""
+
+    def rank_thread(group: Group) -> list[Any]:
+        model = SHAPES[FIRST].checkpoint()
+        with (
+            open_device(f"cuda:{group.rank}") as device,
+            Decoder(device, model, group=group, sequences=3, stop_tokens=()) as decoder,
+        ):
+            return masked(decoder, group.rank)
+
+    with local_groups(2, deadline=60) as groups:
+        first, second = groups.run(rank_thread)
+    assert first == second
 
 
 def test_exchanges_in_peer_memory() -> None:
