@@ -31,6 +31,7 @@ from ostinato.driver.api import (
     MemoryRange,
     MemsetNodeParams,
     NodeKind,
+    ParameterSlot,
     parse_bytes,
 )
 from ostinato.driver.context import Context
@@ -854,7 +855,7 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
     First nodes that are alike, then those alike but for addresses, then those of one name: each
     time those that both runs have in the same order, as many as there are, and then the others.
     So a node that is changed, or missing, leaves alone those of its name that come after it.  Bytes
-    that may never have been set only decide between as many pairs of one kind and of another.
+    that may never have been set only decide between pairings with as many pairs.
     """
     looks = [
         [_looks(side, at, names) for at in range(len(side.nodes))]
@@ -945,7 +946,8 @@ def _looks(side: _Side, at: int, stands: Mapping[int, int]) -> _Looks:
             if isinstance(key, int):
                 data[key : key + 8] = bytes(8)
         if one.node.signature is None:
-            parts = [range(s.offset, s.offset + s.size) for s in arguments.layout if s.size > 8]
+            slots = arguments.layout or [ParameterSlot(0, len(data))]
+            parts = [range(s.offset, s.offset + s.size) for s in slots if s.size > 8]
             structs = b"".join(data[part.start : part.stop] for part in parts)
             for part in parts:
                 data[part.start : part.stop] = bytes(len(part))
