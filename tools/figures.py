@@ -786,7 +786,7 @@ def black_box() -> Iterable[str]:
             row["case"],
             f"{row['replay_us']:,.1f}",
             f"{row['times']:.3f}",
-            f"{row['launch_us']:.1f}",
+            f"{row['launch_us']:,.1f}",
         )
         for row in rows
     )
@@ -806,25 +806,6 @@ def node_times() -> Iterable[str]:
     )
     head = ("graph", "nodes that agree", "sum, µs", "by CUPTI", "a replay", "sampled")
     return _table(head, cells)
-
-
-def observe() -> Iterable[str]:
-    """The table of programs under observe(): microseconds a step, and graphs that are listed."""
-    rows = results("observe-nvidia-h200.json")["rows"]
-    cells = (
-        (
-            row["program"],
-            f"{row['step_us']:,.0f}",
-            f"{row['times']:.4f}",
-            f"{row['control']:.2f}",
-            f"{row['answers']}, {row['arrays']}",
-            f"{row['listed']} of {row['captured']}",
-            f"{row['capture_end_ms']:.2f}, {row['observed_capture_end_ms']:.2f}",
-        )
-        for row in rows
-    )
-    head = ("program", "µs a step", "times", "two equal processes", "answers, arrays")
-    return _table((*head, "graphs listed", "ms in capture_end, observed"), cells)
 
 
 def lookup() -> Iterable[str]:
@@ -937,6 +918,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
         attention, startup, load, host, join, torch_graphed, torch_waits,
         torch_training, torch_generate, generate, weights, streams, divergences, black_box,
-        node_times, observe, lookup, tuning,
+        node_times, lookup, tuning,
     )
 }  # fmt: skip

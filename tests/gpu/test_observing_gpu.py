@@ -45,6 +45,8 @@ def by_hand(work: Callable[[Any], Any], x: Any) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.no_grad():
         y = work(x)
+    # torch fills seed and offset on the capture's stream, and lets no first replay wait for that.
+    torch.cuda.synchronize()
 
     def replay() -> Any:
         graph.replay()
