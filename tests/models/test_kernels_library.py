@@ -315,6 +315,8 @@ def check_attention(
         seen = slice(max(0, length - window) if window else 0, length)
         for head in range(heads):
             keys, content = cache[:, sequence, head // (heads // kv_heads), seen].astype(np.float64)
+            if len(content) == 1:
+                assert (found[row, head] == content[0]).all(), "its share is 1, exactly"
             scores = keys @ q[row, head] * head_size**-0.5
             shares = np.exp(scores - scores.max())
             wanted = shares @ content / shares.sum()
