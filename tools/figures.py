@@ -522,11 +522,10 @@ def prompts() -> Iterable[str]:
 
 
 def prompt_attention() -> Iterable[str]:
-    rows = results("prompt_attention-nvidia-h200.json")["rows"]
+    rows = results(f"prompt_attention-{H100}")["rows"]
     cells = [(shape, n) for shape in ("1B", "8B") for n in (1024, 4096, 16384)]
     ways = {
         "ours": "ours, TFLOPS",
-        "without warpgroups": "without warpgroups",
         "FLASH_ATTENTION": "torch, flash attention",
         "CUDNN_ATTENTION": "torch, cuDNN",
     }
