@@ -173,15 +173,18 @@ def test_attention_of_a_piece_by_warpgroups_is_right(
     check_attention(kernels, *piece, multiprocessors=multiprocessors, warpgroups=True)
 
 
-@pytest.mark.parametrize("steep", [-3.0, 1.0, 3.0, 7.0, 50.0])
+@pytest.mark.parametrize(
+    ("steep", "level"), [(-3, 0), (1, 0), (3, 0), (7, 0), (50, 0), (0, -300), (3, -300), (-7, 300)]
+)
 @pytest.mark.parametrize("how", [(1, False), (132, False), (1, True)], ids=str)
 def test_sums_of_a_piece_are_rescaled_where_scores_rise(
-    emulator: Emulator, steep: float, how: tuple[int, bool]
+    emulator: Emulator, steep: float, level: float, how: tuple[int, bool]
 ) -> None:
-    """A little, so that a row's base stays behind its largest score, and by more than it may."""
+    """A little, so that a row's base stays behind its largest score, and by more than it may; and
+    where all scores are far below or above 0."""
     piece, (multiprocessors, warpgroups) = (3, 1, 64, 100, 5, 230), how
     given = {"multiprocessors": multiprocessors, "warpgroups": warpgroups}
-    check_attention(emulator, *piece, **given, steep=steep)
+    check_attention(emulator, *piece, **given, steep=steep, level=level)
 
 
 @pytest.mark.gpu
@@ -283,6 +286,7 @@ def check_attention(
     multiprocessors: int = 132,
     warpgroups: bool = False,
     steep: float = 0.0,
+    level: float = 0.0,
 ) -> None:
     """`multiprocessors`: that the launch is made for; few of them get blocks of more rows."""
     config = config_of(
@@ -297,9 +301,10 @@ def check_attention(
     live[padding:, 2:] = sequence, ACTIVE
     q = rng.standard_normal((rows, heads, head_size)).astype(np.float32)
     cache = rng.standard_normal((2, sequences, kv_heads, context, head_size)).astype(np.float32)
-    if steep:  # scores rise by so many powers of two every 40 positions
+    if steep or level:  # scores begin there, and rise by so many powers of two every 40 positions
         q[..., 0] = 8
-        cache[0, ..., 0] += steep * (np.arange(context) // 40) * np.log(2) / 8 * head_size**0.5
+        rise = level + steep * (np.arange(context) // 40)
+        cache[0, ..., 0] += rise * np.log(2) / 8 * head_size**0.5
     q[:padding] = cache[..., end:, :] = np.nan
     cache = from_bf16(to_bf16(cache))
     given = {"multiprocessors": multiprocessors, "warpgroups": warpgroups}
@@ -310,6 +315,8 @@ def check_attention(
         seen = slice(max(0, length - window) if window else 0, length)
         for head in range(heads):
             keys, content = cache[:, sequence, head // (heads // kv_heads), seen].astype(np.float64)
+            if len(content) == 1:
+                assert (found[row, head] == content[0]).all(), "its share is 1, exactly"
             scores = keys @ q[row, head] * head_size**-0.5
             shares = np.exp(scores - scores.max())
             wanted = shares @ content / shares.sum()

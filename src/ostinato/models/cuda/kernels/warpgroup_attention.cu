@@ -11,8 +11,8 @@
 // Tiles of positions begin at multiples of TILE, and a row's arithmetic does not depend on the rows beside it:
 // its bits are the same in pieces of any size and with any number of warpgroups.
 //
-// Rounding as in piece_attention.cu.  Exponentials are relative to a base of the row, which is 0 as long as no
-// score is far above it, so that there is nothing to subtract; the result does not depend on the base.
+// Rounding and bases as in piece_attention.cu.  The base is the largest score of a row's first tile, mostly its
+// largest share, which is then 1 and exact in bfloat16: with a base of 0 errors are a tenth larger.
 #include "warpgroups.cuh"
 
 constexpr int GROUP = HEADS / KV_HEADS;
@@ -25,7 +25,7 @@ constexpr int THREADS = 128 * WARPGROUPS + 128;
 constexpr int RESIDENT = WARPGROUPS > 1 ? 1 : 2;  // blocks on a multiprocessor
 constexpr int AT_FIRST = 65536 / (THREADS * RESIDENT) / 8 * 8, OF_COPIES = 32;
 constexpr int REGISTERS = (AT_FIRST * THREADS - OF_COPIES * 128) / (128 * WARPGROUPS) / 8 * 8;
-constexpr float FAR = 32.0f;  // the base is raised if a score is above base + FAR
+constexpr float FAR = 8.0f;  // the base is raised if a score is above base + FAR
 static_assert(HEAD_SIZE % 64 == 0 && TILE % 16 == 0, "shape");
 
 // An item: SPAN rows of the step and a KV head.
@@ -209,7 +209,6 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
                 }
             }
             rescaled = false;
-            float zero[2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 float most = MINUS_INFINITY;
@@ -218,25 +217,18 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
                     most = fmaxf(most, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));
                 most = fmaxf(most, exchange(most, 1));
                 most = fmaxf(most, exchange(most, 2));
-                // A row without positions so far has no base, and no sum to rescale.  Its first base is 0 if
-                // that is near enough, since then there is nothing to subtract.
-                const float old = base[half];
-                if (most > old + FAR) base[half] = old == MINUS_INFINITY && fabsf(most) < FAR ? 0.0f : most;
-                shrinks[half] = base[half] == old ? 1.0f : exp2_fast(old - base[half]);
-                rescaled |= base[half] != old;
-                zero[half] = base[half] == MINUS_INFINITY ? 0.0f : base[half];
-            }
-            if (__ballot_sync(0xffffffffu, zero[0] != 0.0f || zero[1] != 0.0f)) {
-#pragma unroll
-                for (int i = 0; i < TILE / 2; i++) score[i / 4][i % 4] -= zero[i / 2 % 2];
-            }
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
+                // A row without positions so far has no base, and no sum to rescale.
+                const float old = base[half], now = most > old + FAR ? most : old;
+                const float zero = now == MINUS_INFINITY ? 0.0f : now;
+                shrinks[half] = now == old ? 1.0f : exp2_fast(old - now);
+                rescaled |= now != old;
+                base[half] = now;
                 float total = 0.0f;
 #pragma unroll
                 for (int n = 0; n < TILE / 8; n++) {
 #pragma unroll
-                    for (int i = half * 2; i < half * 2 + 2; i++) total += score[n][i] = exp2_fast(score[n][i]);
+                    for (int i = half * 2; i < half * 2 + 2; i++)
+                        total += score[n][i] = exp2_fast(score[n][i] - zero);
                 }
                 sum[half] = sum[half] * shrinks[half] + total;
             }
