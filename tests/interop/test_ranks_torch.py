@@ -73,6 +73,7 @@ def require_named(found: list[dict[str, Any]], what: str) -> None:
 def require_dropped(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["right"] and one["kept"] == [0, 1] and one["after"]["captures"] == 1, one
+        assert one["left"] == [0]
         assert "process group has not been initialized" in one["error"]
 
 

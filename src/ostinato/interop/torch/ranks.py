@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import math
+import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,6 +24,8 @@ from ostinato.settings import group_deadline
 
 _users: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
 """The functions whose graphs may hold messages of a process group, by its name."""
+_SOON = 1.0
+"""Seconds in which the launches of a sound group have ended."""
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """Numbers of agreements, by the name of a process group: a group made again may have the store of
 the one before."""
@@ -97,7 +102,7 @@ def _sequence_numbers() -> dict[Any, int]:
 @functools.cache
 def _watch_ends() -> None:
     """Lets process groups drop the graphs that hold their messages before they end: NCCL waits for
-    the last of these graphs."""
+    ever until the last of these graphs is destroyed."""
     kind: Any = torch.distributed.ProcessGroup
     for name in ("shutdown", "abort"):
         if hasattr(kind, name):
@@ -108,11 +113,28 @@ def _dropping(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def dropping(group: Any, *args: Any, **kwargs: Any) -> Any:
         functions = [*_users.pop(group.group_name, ())]
+        if not functions:
+            return method(group, *args, **kwargs)
+        contexts = {function.cache.context for function in functions}
         for function in functions:
             function.forget()
-        if functions:
-            del functions
-            gc.collect()  # torch's graphs
-        return method(group, *args, **kwargs)
+        del functions
+        gc.collect()  # torch's graphs
+        over = threading.Event()
+
+        def destroyed(seconds: float) -> bool:
+            """Destroys graphs as their last launches end."""
+            end = time.monotonic() + seconds
+            while sum([context.collect() for context in contexts]):
+                if over.wait(0.001) or time.monotonic() > end:
+                    return False
+            return True
+
+        if not destroyed(_SOON):  # kernels that wait for a lost rank end with their group
+            threading.Thread(target=destroyed, args=(math.inf,), daemon=True).start()
+        try:
+            return method(group, *args, **kwargs)
+        finally:
+            over.set()
 
     return dropping
