@@ -36,6 +36,12 @@ def test_functional_collectives_in_a_group_of_their_own() -> None:
     require_together(started("functional"), captures=1, replays=5)
 
 
+def test_messages_to_single_ranks_are_not_captured() -> None:
+    for one in started("single"):
+        assert one["right"] and (one["captures"], one["replays"]) == (0, 0), one
+        assert "(send, recv)" in one["reasons"][0]
+
+
 def test_no_rank_has_a_graph_if_one_cannot_capture() -> None:
     require_apart(started("apart"))
 

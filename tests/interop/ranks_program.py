@@ -87,6 +87,22 @@ def functional() -> dict[str, Any]:
     return {"right": calls(made, range(6)), **told(made)}
 
 
+def single() -> dict[str, Any]:
+    """A message to a single rank, for GPUs: a tape has no kernels of NCCL."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if RANK == 0:
+            dist.send(y, 1)
+        else:
+            dist.recv(y, 0)
+        return y + 1
+
+    made = graphed(function)
+    right = all(torch.equal(made(values(turn, RANK)), values(turn, 0) * 2 + 1) for turn in range(4))
+    return {"right": right, **told(made)}
+
+
 def apart() -> dict[str, Any]:
     """Rank 1 cannot capture: it looks at a value."""
 
@@ -279,7 +295,7 @@ def sharded() -> dict[str, Any]:
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     one.__name__: one
     for one in (
-        *(together, functional, apart, raised, again, eagerly, destroyed, closed),
+        *(together, functional, single, apart, raised, again, eagerly, destroyed, closed),
         *(parallel, early, unsynced, sharded),
     )
 }
