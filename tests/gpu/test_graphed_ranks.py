@@ -64,7 +64,7 @@ def test_a_training_step_of_distributed_data_parallel() -> None:
     require_together(started("parallel"), captures=1, replays=8)
 
 
-@pytest.mark.parametrize("scenario", ["early", "unsynced", "sharded"])
+@pytest.mark.parametrize("scenario", ["early", "stepping", "unsynced", "sharded"])
 def test_what_cannot_always_be_captured_is_right(scenario: str) -> None:
     assert all(one["right"] for one in started(scenario))
 

@@ -34,7 +34,7 @@ def graphed(function: Any, **options: Any) -> Any:
         return interop.graphed(function, **options)
     from tests.interop.tape import on_tape
 
-    return on_tape(ost.open_device("host"), function, **options)
+    return on_tape(ost.open_device("host"), function, chains=True, **options)
 
 
 def values(turn: int, rank: int) -> torch.Tensor:
@@ -217,10 +217,14 @@ def closed() -> dict[str, Any]:
     return {"right": right and left == [0], **numbers}
 
 
-def trained(model: Any, prepare: Callable[[Any], Any], warm: int, unsynced: int) -> list[bytes]:
+def trained(
+    model: Any, prepare: Callable[[Any], Any], warm: int, unsynced: int, scheduled: bool
+) -> list[bytes]:
     """Losses and parameters of training steps on this rank's own data.  `unsynced`: the number of
-    steps after which in one each rank uses its own gradients; 0 for never."""
+    steps after which in one each rank uses its own gradients; 0 for never.  `scheduled`: a step
+    also changes the learning rate, in Python."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimiser, 0.9)
     loss_of = torch.nn.MSELoss()
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -228,6 +232,8 @@ def trained(model: Any, prepare: Callable[[Any], Any], warm: int, unsynced: int)
         loss = loss_of(model(x), y)
         loss.backward()
         optimiser.step()
+        if scheduled:
+            scheduler.step()
         return loss.detach()
 
     torch.manual_seed(RANK)
@@ -246,7 +252,7 @@ def trained(model: Any, prepare: Callable[[Any], Any], warm: int, unsynced: int)
     return [one.detach().cpu().numpy().tobytes() for one in found]
 
 
-def parallel(warm: int = 11, unsynced: int = 0) -> dict[str, Any]:
+def parallel(warm: int = 11, unsynced: int = 0, scheduled: bool = False) -> dict[str, Any]:
     """DistributedDataParallel, after eleven eager steps: losses and parameters are those of
     eager."""
     runs, made = [], []
@@ -265,13 +271,18 @@ def parallel(warm: int = 11, unsynced: int = 0) -> dict[str, Any]:
             data_parallel = torch.nn.parallel.DistributedDataParallel(
                 model.to(DEVICE), device_ids=[RANK] if ON_GPU else None
             )
-        runs.append(trained(data_parallel, how, warm, unsynced))
+        runs.append(trained(data_parallel, how, warm, unsynced, scheduled))
     return {"right": runs[0] == runs[1], **told(made[0])}
 
 
 def early() -> dict[str, Any]:
     """DistributedDataParallel from its first step on."""
     return parallel(0)
+
+
+def stepping() -> dict[str, Any]:
+    """DistributedDataParallel with a scheduler, whose steps Python makes."""
+    return parallel(scheduled=True)
 
 
 def unsynced() -> dict[str, Any]:
@@ -296,7 +307,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     one.__name__: one
     for one in (
         *(together, functional, single, apart, raised, again, eagerly, destroyed, closed),
-        *(parallel, early, unsynced, sharded),
+        *(parallel, early, stepping, unsynced, sharded),
     )
 }
 

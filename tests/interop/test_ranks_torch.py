@@ -88,6 +88,12 @@ def test_a_training_step_of_distributed_data_parallel() -> None:
     require_together(on_cpu("parallel"), captures=1, replays=8)
 
 
+def test_steps_of_python_are_not_replayed_between_ranks() -> None:
+    for one in on_cpu("stepping"):
+        assert one["right"] and (one["captures"], one["replays"]) == (0, 0), one
+        assert "steps that Python makes, and it communicates" in one["reasons"][-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["early", "unsynced", "sharded"])
 def test_what_cannot_always_be_captured_is_right(scenario: str) -> None:

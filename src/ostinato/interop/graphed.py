@@ -291,6 +291,12 @@ class Graphed(Guarded, Closeable):
                 self._give_up(
                     line, f"{_STEPS}, and its result needs gradients: return loss.detach()"
                 )
+            elif line.ranks is not None:  # each rank decides by itself which chains it keeps
+                self._give_up(
+                    line,
+                    f"{_STEPS}, and it communicates between ranks: give the optimiser "
+                    "capturable=True, or step its scheduler outside of the function",
+                )
             else:
                 line.waits = Waiting(_STEPS)
         if line.waits is not None and not line.reason:
