@@ -22,7 +22,9 @@ from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import saving, stored
 from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
+from ostinato.interop.reading.together import Agreement
 from tests.interop.library import Array, Lib, graphed
+from tests.interop.test_ranks import Texts
 
 pytestmark = pytest.mark.usefixtures("checks_here")
 
@@ -514,3 +516,20 @@ def test_functions_as_defaults_have_no_address_in_a_text() -> None:
     )
     one, other = made(program), made(program)
     assert code_text(one) == code_text(other)
+
+
+def test_what_communicates_with_other_processes_is_not_saved(
+    make: Make, lib: Lib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file holds no connection.  (One rank agrees with itself.)"""
+
+    def heard(function: Any, name: str) -> Any:
+        return lambda: Agreement(Texts(), 0, [0], name=name, deadline=1)
+
+    monkeypatch.setattr(lib, "heard", heard, raising=False)
+    step = make(lambda x: x.line(2.0))
+    for start in range(4):
+        assert (step(lib.array(numbers(start))).numpy() == numbers(start) * 2).all()
+    assert step.statistics().captures == 1
+    ((_, why),) = step.save(check=False).items()
+    assert "it communicates with other processes" in why

@@ -99,6 +99,8 @@ class Saving:
 
     def _save(self, line: Line, captured: Captured, call: ReadCall, check: bool) -> None:
         library = self._stored.library
+        if line.ranks is not None:
+            raise InputError("it communicates with other processes, whose connection no file holds")
         if captured.rebound:
             raise InputError("it was bound to other memory")
         if line.text.startswith("!"):
