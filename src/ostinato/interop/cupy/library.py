@@ -212,11 +212,8 @@ class CuPy(Library):
             )
         # A plan of cuFFT that ends takes what its kernels use with it; CuPy keeps the last 16.
         cufft: Any = sys.modules.get("cupy.cuda.cufft")
-        plans = (
-            [plan for kind in (cufft.Plan1d, cufft.PlanNd) for plan in living_objects(kind)]
-            if cufft
-            else []
-        )
+        kinds = (cufft.Plan1d, cufft.PlanNd) if cufft else ()
+        plans = [plan for kind in kinds for plan in living_objects(kind)]
         # Adopted, since ostinato cannot read what CuPy's kernels point at.
         owner = graph, self._pool, plans
         return Graph.adopt(self.device, int(graph.handle), owner=owner), result

@@ -162,9 +162,9 @@ class Captures:
             return
         side, stream = self.beside()
         pool = _workspaces.setdefault((self.index, stream.handle), torch.cuda.graph_pool_handle())
-        square = torch.zeros(16, 16, device=f"cuda:{self.index}")
 
         def multiply() -> None:
+            square = torch.zeros(16, 16, device=f"cuda:{self.index}")
             into = torch.empty_like(square)
             _begin_pool(self.index, pool)
             try:
@@ -180,7 +180,7 @@ class Captures:
             with suppress(RuntimeError):
                 multiply()
                 if differentiates:
-                    _on_the_engine(square, multiply)
+                    _on_the_engine(multiply, self.index)
 
     def note_unseen(self) -> None:
         """Notes whether the next capture may miss work on the legacy default stream."""
@@ -460,8 +460,8 @@ class Captures:
         return owner
 
 
-def _on_the_engine(like: torch.Tensor, work: Callable[[], None]) -> None:
-    """Runs work in the thread of autograd for a tensor's device, on the current stream."""
+def _on_the_engine(work: Callable[[], None], index: int) -> None:
+    """Runs work in autograd's thread for a device, on the current stream."""
 
     class _Engine(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
         @staticmethod
@@ -475,7 +475,7 @@ def _on_the_engine(like: torch.Tensor, work: Callable[[], None]) -> None:
             return gradient
 
     with torch.enable_grad():
-        x = like.detach().requires_grad_()
+        x = torch.zeros(1, device=f"cuda:{index}", requires_grad=True)
         torch.autograd.grad(_Engine.apply(x).sum(), x)
 
 
