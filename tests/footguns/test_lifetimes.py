@@ -6,6 +6,8 @@ import copy
 import gc
 import itertools
 import pickle
+import sys
+import types
 import weakref
 from collections.abc import Callable
 
@@ -15,6 +17,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError
+from ostinato.interop.captures import keep_programs
 from ostinato.launching import _touched
 from ostinato.testing import HeldStream
 from tests.footguns.common import Borrowed, N, addresses, doubling, graph_of, ones, struct_kernel
@@ -411,3 +414,48 @@ def test_an_event_of_a_graph_stays_its_own(device: Device, stream: ost.Stream) -
     ):
         with pytest.raises(ClosedError, match="the event is closed"):
             use()
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "handle"),
+    [
+        ("triton.compiler.compiler", "CompiledKernel", "function"),
+        ("cupy.cuda.function", "Function", "ptr"),
+    ],
+)
+def test_the_kernels_of_other_libraries_live_as_long_as_a_graph_that_launches_them(
+    device: Device,
+    stream: ost.Stream,
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    kind: str,
+    handle: str,
+) -> None:
+    """The end of such an object unloads the kernel's code."""
+
+    class Kernel:
+        def __init__(self, function: int) -> None:
+            setattr(self, handle, function)
+
+    library = types.ModuleType(module)
+    setattr(library, kind, Kernel)
+    monkeypatch.setitem(sys.modules, module, library)
+    x, out = ones(device), device.zeros(N, np.float32)
+    graph = graph_of(stream, kernel(device, "add"), N, x, x, out, N)
+    used, other = Kernel(graph.nodes()[0].kernel.function), Kernel(1)
+    kept, dropped = weakref.ref(used), weakref.ref(other)
+    keep_programs([graph])
+    del used, other
+    gc.collect()
+    assert kept() is not None and dropped() is None
+    run = graph.instantiate()
+    graph.close()
+    del graph
+    gc.collect()
+    assert kept() is not None
+    run.close()
+    del run
+    device.synchronize()
+    gc.collect()
+    device.context.collect()
+    assert kept() is None

@@ -5,18 +5,31 @@ from __future__ import annotations
 
 import gc
 import linecache
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import ostinato
-from ostinato import Capture, Graph, Stream
+from ostinato import Capture, Graph, NodeKind, Stream
 from ostinato.errors import CaptureError, ContextPoisonedError, OstinatoError, Status
-from ostinato.interop.reading.library import CaptureDisturbed, NotGraphable, WaitsForDevice
-from ostinato.lowlevel import causes
+from ostinato.interop.reading.library import (
+    CaptureDisturbed,
+    NotGraphable,
+    WaitsForDevice,
+    living_objects,
+)
+from ostinato.lowlevel import causes, every_node
+
+_PROGRAMS = (
+    ("triton.compiler.compiler", "CompiledKernel", "function"),
+    ("cupy.cuda.function", "Function", "ptr"),
+)
+"""Modules and classes of objects whose end unloads the code of a kernel (Triton does so since 3.7),
+and the attribute that is the function's handle."""
 
 
 @contextmanager
@@ -133,3 +146,15 @@ def _status(error: BaseException) -> int | None:
     if "legacy stream depend" in text:
         return Status.STREAM_CAPTURE_IMPLICIT
     return Status.STREAM_CAPTURE_UNSUPPORTED if "captur" in text else None
+
+
+def keep_programs(graphs: Iterable[Graph]) -> None:
+    """Lets graphs keep the objects of Triton and CuPy whose end would unload what they launch."""
+    graphs = list(graphs)
+    for module, kind, handle in _PROGRAMS:
+        if module in sys.modules:
+            kernels = list(living_objects(getattr(sys.modules[module], kind)))
+            for graph in graphs:
+                nodes = [node for node in every_node(graph.nodes()) if node.kind is NodeKind.KERNEL]
+                used = {node.kernel.function for node in nodes}
+                graph.keep += [k for k in kernels if getattr(k, handle, None) in used]

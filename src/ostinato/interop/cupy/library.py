@@ -16,7 +16,7 @@ import numpy as np
 
 from ostinato import Device, Graph, GraphCache, MemoryRange, Node, Stream
 from ostinato.errors import InputError, Status
-from ostinato.interop.captures import captured, explained, no_collection
+from ostinato.interop.captures import captured, explained, keep_programs, no_collection
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.library import (
@@ -216,7 +216,9 @@ class CuPy(Library):
         plans = [plan for kind in kinds for plan in living_objects(kind)]
         # Adopted, since ostinato cannot read what CuPy's kernels point at.
         owner = graph, self._pool, plans
-        return Graph.adopt(self.device, int(graph.handle), owner=owner), result
+        adopted = Graph.adopt(self.device, int(graph.handle), owner=owner)
+        keep_programs([adopted])
+        return adopted, result
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return isinstance(error, MemoryError) or (

@@ -18,13 +18,12 @@ import torch
 from ostinato import Device, Graph, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import Status
 from ostinato.interop import captures
-from ostinato.interop.captures import captured, disturbed, no_collection
+from ostinato.interop.captures import captured, disturbed, keep_programs, no_collection
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
     NoMemory,
     NotGraphable,
     WaitsForDevice,
-    living_objects,
 )
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.interop.torch.plans import transforms, watch
@@ -244,22 +243,15 @@ class Captures:
         made.asked = bool(asked)
         if made.graph is not None:
             made.error = events.missing_in(made.graph)
-            self.keep_programs(made.graph)
+            self.finished([made.graph])
             made.graph = None if made.error else made.graph
         return made
 
-    def keep_programs(self, *graphs: Graph) -> None:
-        """Lets graphs keep the kernels of Triton that they launch: since 3.7 the end of such an
-        object unloads its code.  Notes whether they use plans of cuFFT."""
+    def finished(self, graphs: Sequence[Graph]) -> None:
+        """Notes of graphs that are whole which code and plans they use."""
+        keep_programs(graphs)
         if self.plans is None and transforms(graphs):
             self.plans = watch()
-        compiler = sys.modules.get("triton.compiler.compiler")
-        if compiler is not None:
-            kernels = list(living_objects(compiler.CompiledKernel))
-            kind = NodeKind.KERNEL
-            for graph in graphs:
-                used = {n.kernel.function for n in every_node(graph.nodes()) if n.kind is kind}
-                graph.keep += [k for k in kernels if getattr(k, "function", None) in used]
 
     @contextmanager
     def apart(self, pool: OwnPool) -> Iterator[None]:

@@ -955,7 +955,7 @@ def run_chain(
             why = WaitsForDevice(mode.why)
         if why is not None:
             hand_over(result, current)
-        captures.keep_programs(*captor.graphs)
+        captures.finished(captor.graphs)
         for graph in captor.graphs:
             graph.keep.append(captor.kept)
         return result, why
