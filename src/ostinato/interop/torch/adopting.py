@@ -102,7 +102,9 @@ def use_stream(stream: Stream) -> Iterator[Any]:
 
     torch's allocator does not notice a capture by ostinato: it may give the memory of temporaries
     to other tensors while the graph still points at it.  Use operations with `out=`, or capture
-    with `torch.cuda.graph` and `adopt_graph`.
+    with `torch.cuda.graph` and `adopt_graph`.  Products also use cuBLAS's workspace of the stream,
+    which torch frees before captures of `torch.compile(mode="reduce-overhead")`: a process that has
+    such functions must not capture products so.  `graphed` has workspaces of its own.
     """
     with torch.cuda.stream(external_stream(stream)) as current:
         yield current
