@@ -173,13 +173,12 @@ class Captures:
                 torch._C._cuda_endAllocateToPool(self.index, pool)
 
         differentiates = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.cuda.stream(side), _unseen_by_modes(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            # Raised where torch allows deterministic operations alone, and by other allocators.
-            with suppress(RuntimeError):
-                multiply()
-                if differentiates:
-                    _on_the_engine(multiply, self.index)
+        # The errors: where torch allows deterministic operations alone, and of other allocators.
+        allowed = suppress(RuntimeError, UserWarning)
+        with allowed, torch.cuda.stream(side), _unseen_by_modes():
+            multiply()
+            if differentiates:
+                _on_the_engine(multiply, self.index)
 
     def note_unseen(self) -> None:
         """Notes whether the next capture may miss work on the legacy default stream."""
