@@ -46,7 +46,7 @@ from ostinato.graph.node import decode_arguments
 from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import frozen_of
 from ostinato.graph.show.demangle import demangled
-from ostinato.graph.show.diff import SameCode, code_comparison, common_subsequence
+from ostinato.graph.show.diff import SameCode, code_comparison, common_subsequence, numbered
 from ostinato.graph.show.outline import details, line_text, name_places, shape_text
 from ostinato.graph.words import Sort, Word, WordIndex, WordPlace, words_of
 from ostinato.memory import Buffer
@@ -861,8 +861,8 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
         [_looks(side, at, names) for at in range(len(side.nodes))]
         for side, names in ((a, {}), (b, stands))
     ]
-    whole = _numbered(looks)
-    rather = [_numbered([[one[:4] for one in of] for of in looks]), whole]
+    whole = numbered(looks)
+    rather = [numbered([[one[:4] for one in of] for of in looks]), whole]
     order: dict[int, int] = {}
     taken: set[int] = set()
     anchors = [(-1, -1), (len(a.nodes), len(b.nodes))]
@@ -901,7 +901,7 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
                 pair(i, other)
 
     for depth in (3, 2, 1):
-        keys = _numbered([[one[:depth] for one in of] for of in looks])
+        keys = numbered([[one[:depth] for one in of] for of in looks])
         align(keys)
         # What is changed as well as moved is rather one that is missing and one that is new.
         for each in (whole, keys) if depth == 3 else (keys,):
@@ -921,12 +921,6 @@ def _pairs(a: _Side, b: _Side, stands: Mapping[int, int]) -> list[_Pair]:
         ]
         pairs.insert(max(waits, default=-1) + 1, (None, j))
     return pairs
-
-
-def _numbered(of: Sequence[Sequence[object]]) -> list[list[int]]:
-    """Returns equal numbers for what is equal."""
-    numbers: dict[object, int] = {}
-    return [[numbers.setdefault(one, len(numbers)) for one in each] for each in of]
 
 
 def _looks(side: _Side, at: int, stands: Mapping[int, int]) -> _Looks:

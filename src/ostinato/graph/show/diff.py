@@ -288,10 +288,7 @@ def _align(
     a: Sequence[object], b: Sequence[object], i: range, j: range
 ) -> Iterator[tuple[bool, range, range]]:
     """Yields equal runs of two ranges, and the ranges between them, in order."""
-    numbers: dict[object, int] = {}
-    keys = [
-        [numbers.setdefault(of[k], len(numbers)) for k in places] for of, places in ((a, i), (b, j))
-    ]
+    keys = numbered([[a[k] for k in i], [b[k] for k in j]])
     x = y = 0
     for m, n in (*common_subsequence(keys), (len(i), len(j))):
         if (m, n) != (x, y):
@@ -299,6 +296,12 @@ def _align(
         if m < len(i):
             yield True, i[m : m + 1], j[n : n + 1]
         x, y = m + 1, n + 1
+
+
+def numbered(of: Sequence[Sequence[object]]) -> list[list[int]]:
+    """Returns equal numbers for what is equal."""
+    numbers: dict[object, int] = {}
+    return [[numbers.setdefault(one, len(numbers)) for one in each] for each in of]
 
 
 def common_subsequence(
