@@ -444,7 +444,7 @@ def test_the_kernels_of_other_libraries_live_as_long_as_a_graph_that_launches_th
     graph = graph_of(stream, kernel(device, "add"), N, x, x, out, N)
     used, other = Kernel(graph.nodes()[0].kernel.function), Kernel(1)
     kept, dropped = weakref.ref(used), weakref.ref(other)
-    keep_programs([graph])
+    keep_programs([(graph, graph.nodes())])
     del used, other
     gc.collect()
     assert kept() is not None and dropped() is None

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import ostinato
-from ostinato import Capture, Graph, NodeKind, Stream
+from ostinato import Capture, Graph, Node, NodeKind, Stream
 from ostinato.errors import CaptureError, ContextPoisonedError, OstinatoError, Status
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
@@ -148,13 +148,21 @@ def _status(error: BaseException) -> int | None:
     return Status.STREAM_CAPTURE_UNSUPPORTED if "captur" in text else None
 
 
-def keep_programs(graphs: Iterable[Graph]) -> None:
-    """Lets graphs keep the objects of Triton and CuPy whose end would unload what they launch."""
-    graphs = list(graphs)
+def kernels_of(nodes: Iterable[Node]) -> list[Node]:
+    """Returns the nodes that launch kernels, also inside of other nodes."""
+    return [node for node in every_node(nodes) if node.kind is NodeKind.KERNEL]
+
+
+def keep_programs(read: Iterable[tuple[Graph, Iterable[Node]]]) -> None:
+    """Lets graphs keep the objects of Triton and CuPy whose end would unload what they launch.
+
+    `read`: graphs with their nodes."""
+    kept: dict[Any, list[Any]] = {}
     for module, kind, handle in _PROGRAMS:
         if module in sys.modules:
-            kernels = list(living_objects(getattr(sys.modules[module], kind)))
-            for graph in graphs:
-                nodes = [node for node in every_node(graph.nodes()) if node.kind is NodeKind.KERNEL]
-                used = {node.kernel.function for node in nodes}
-                graph.keep += [k for k in kernels if getattr(k, handle, None) in used]
+            for each in living_objects(getattr(sys.modules[module], kind)):
+                kept.setdefault(getattr(each, handle, None), []).append(each)
+    if kept:
+        for graph, nodes in read:
+            for function in {node.kernel.function for node in kernels_of(nodes)}:
+                graph.keep += kept.get(function, ())

@@ -310,7 +310,7 @@ class Graphed(Guarded, Closeable):
             line, pending = self._free(line, key)
         work = self._decided(line, given, pending)
         decision, made = work.decision, work.made
-        if line.together and line.ranks is not None and work.made is None and not work.ran:
+        if line.together and line.ranks is not None and made is None and not work.ran:
             # A replay would have compared nothing: the other ranks may be in one.
             line.ranks.agree("runs it eagerly")
             line.together = not line.reason

@@ -204,7 +204,8 @@ class CuPy(Library):
             cupy.cuda.using_allocator(self._pool.malloc),
         ):
             graph, result = captured(side, work, _explained)
-        drawing = _drawing(graph.nodes())
+        nodes = graph.nodes()
+        drawing = _drawing(nodes)
         if drawing is not None:
             raise NotGraphable(
                 f"node {drawing.index} ({drawing.name}) draws random numbers with cuRAND, which "
@@ -212,12 +213,11 @@ class CuPy(Library):
             )
         # A plan of cuFFT that ends takes what its kernels use with it; CuPy keeps the last 16.
         cufft: Any = sys.modules.get("cupy.cuda.cufft")
-        kinds = (cufft.Plan1d, cufft.PlanNd) if cufft else ()
-        plans = [plan for kind in kinds for plan in living_objects(kind)]
+        plans = [*living_objects(cufft.Plan1d, cufft.PlanNd)] if cufft else []
         # Adopted, since ostinato cannot read what CuPy's kernels point at.
         owner = graph, self._pool, plans
         adopted = Graph.adopt(self.device, int(graph.handle), owner=owner)
-        keep_programs([adopted])
+        keep_programs([(adopted, nodes)])
         return adopted, result
 
     def out_of_memory(self, error: BaseException, /) -> bool:

@@ -432,9 +432,9 @@ def name_of(function: Callable[..., Any], number: int) -> str:
     return f"{name}~{number}" if number else name
 
 
-def living_objects(kind: type) -> Iterator[Any]:
-    """Yields the objects of a class and its subclasses that the garbage collector tracks."""
-    kinds, left = {id(kind)}, [kind]
+def living_objects(*classes: type) -> Iterator[Any]:
+    """Yields the objects of classes and their subclasses that the garbage collector tracks."""
+    kinds, left = {*map(id, classes)}, [*classes]
     while left:
         found: list[type] = type.__subclasses__(left.pop())
         found = [each for each in found if id(each) not in kinds]

@@ -248,8 +248,9 @@ class Captures:
 
     def finished(self, graphs: Sequence[Graph]) -> None:
         """Notes of graphs that are whole which code and plans they use."""
-        keep_programs(graphs)
-        if self.plans is None and transforms(graphs):
+        read = [(graph, graph.nodes()) for graph in graphs]
+        keep_programs(read)
+        if self.plans is None and any(transforms(nodes) for _, nodes in read):
             self.plans = watch()
 
     @contextmanager

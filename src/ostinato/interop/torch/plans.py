@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ostinato import Graph, NodeKind
+from ostinato import Node
+from ostinato.interop.captures import kernels_of
 from ostinato.interop.reading.library import NotGraphable
-from ostinato.lowlevel import every_node
 
 _NAMES = re.compile(r"fft|bluestein|radix\d", re.IGNORECASE)
 """Names of cuFFT's kernels (CUDA 12 and 13): `vector_fft`, `regular_bluestein_fft`,
@@ -23,10 +23,9 @@ _ends = 0
 _watched = False
 
 
-def transforms(graphs: Iterable[Graph]) -> bool:
-    """True if graphs launch kernels of cuFFT."""
-    every = [node for graph in graphs for node in every_node(graph.nodes())]
-    return any(node.kind is NodeKind.KERNEL and _NAMES.search(node.name) for node in every)
+def transforms(nodes: Iterable[Node]) -> bool:
+    """True if nodes of a graph launch kernels of cuFFT."""
+    return any(_NAMES.search(node.name) for node in kernels_of(nodes))
 
 
 def watch() -> int:

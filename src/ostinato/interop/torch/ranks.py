@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ostinato import Graph, NodeKind
+from ostinato import Graph
+from ostinato.interop.captures import kernels_of
 from ostinato.interop.reading.together import Agreement
-from ostinato.lowlevel import every_node
 from ostinato.settings import group_deadline
 
 _users: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
@@ -80,8 +80,7 @@ def heard(function: Any, name: str) -> Callable[[], Agreement | None]:
 
 def messages(graph: Graph) -> list[str]:
     """Returns the names of the kernels of NCCL in a graph, in order."""
-    nodes = every_node(graph.nodes())
-    return [node.name for node in nodes if node.kind is NodeKind.KERNEL and "nccl" in node.name]
+    return [node.name for node in kernels_of(graph.nodes()) if "nccl" in node.name]
 
 
 def _world() -> Any:
