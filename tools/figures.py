@@ -377,7 +377,7 @@ def summary() -> Iterable[str]:
     torch, replays, changes = (
         f"{name}-nvidia-h200" for name in ("torch_graphed", "replay_cost", "change_cost")
     )
-    prompts, cpu = "decode-1B-prompt-nvidia-h100-80gb-hbm3", "host-host-x86-64-numpy-2-4-6"
+    prompts, cpu = "decode-1B-prompt-nvidia-h200", "host-host-x86-64-numpy-2-4-6"
     others = {"eager": "eager", "by hand": "by hand", "make_graphed": "`make_graphed_callables`"}
     llama = {"ostinato": "", "llama.cpp": "llama.cpp"}
     joins = {"replay, inner, not read": "", "eager, inner, not read": "eager launches"}
@@ -507,14 +507,19 @@ def _bytes_us(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def prompts() -> Iterable[str]:
-    lengths = (512, 4096, 16384)
-    rows = results(f"decode-1B-prompt-{H100}")["rows"]
+    cells = [(shape, n) for shape in ("1B", "8B") for n in (512, 4096, 16384)]
     ours, theirs = (
-        [row(rows, {"kind": "prompt", "way": way, "prompt": n}) for n in lengths]
+        [
+            row(
+                results(f"decode-{shape}-prompt-nvidia-h200.json")["rows"],
+                {"kind": "prompt", "way": way, "prompt": n},
+            )
+            for shape, n in cells
+        ]
         for way in ("capture", "transformers")
     )
     return _columns(
-        ("a prompt of", *map(_count, lengths)),
+        ("a prompt of", *(f"{shape}, {_count(n)}" for shape, n in cells)),
         ("tokens a second", ours, _speed),
         ("transformers", theirs, _speed),
         ("ms to the first token", ours, lambda r: f"{r['first_token_us'] / 1e3:,.1f}"),
@@ -522,10 +527,11 @@ def prompts() -> Iterable[str]:
 
 
 def prompt_attention() -> Iterable[str]:
-    rows = results(f"prompt_attention-{H100}")["rows"]
+    rows = results("prompt_attention-nvidia-h200.json")["rows"]
     cells = [(shape, n) for shape in ("1B", "8B") for n in (1024, 4096, 16384)]
     ways = {
         "ours": "ours, TFLOPS",
+        "without warpgroups": "ours without warpgroups",
         "FLASH_ATTENTION": "torch, flash attention",
         "CUDNN_ATTENTION": "torch, cuDNN",
     }

@@ -197,7 +197,7 @@ PARTS: tuple[Part, ...] = (
         2,
         "graphed in torch",
         _GPU + "test_graphed_torch.py",
-        keyword="not soak and not comes_back and not memory_back",
+        keyword="not soak and not comes_back and not memory_back and not is_dropped",
     ),
     *_memcheck(1, "graphed in CuPy", _GPU + "test_graphed_cupy.py"),
     *_memcheck(1, "graph files", _GPU + "test_disk_gpu.py"),
