@@ -112,9 +112,9 @@ def check_stop(browser: Browser, server: Server, complaints: list[str]) -> None:
     decoder = server.engine.generator.decoder
     run = decoder.run_batch
 
-    def slowly(slots: Sequence[int], count: int | None = None) -> Any:
+    def slowly(slots: Sequence[int], count: int | None = None, **others: Any) -> Any:
         time.sleep(0.1)
-        return run(slots, count=1)
+        return run(slots, count=1, **others)
 
     for cancelled, button in enumerate(("Stop", "New chat"), 1):
         window = opened(browser, server, complaints)
