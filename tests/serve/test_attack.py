@@ -110,7 +110,7 @@ def connections(server: Server) -> list[Any]:
 
 
 def connect(server: Server) -> socket.socket:
-    return socket.create_connection(server._listener.getsockname(), SECONDS)
+    return socket.create_connection(server._listeners[0].getsockname(), SECONDS)
 
 
 def head(headers: str, path: str = CHAT, method: str = "POST") -> bytes:
@@ -461,10 +461,10 @@ def test_who_reads_nothing_does_not_hold_the_end(
     """Connections that are still there some seconds after the grace are cut."""
     monkeypatch.setattr("ostinato.serve.server._LAST_SECONDS", 0.1)
     with running(generator, grace_seconds=0, queue=50) as server:
-        server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        server._listeners[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.connect(server._listener.getsockname())
+            raw.connect(server._listeners[0].getsockname())
             for _ in range(200):
                 raw.sendall(head("", "/metrics", "GET"))
             until(lambda: any(one.flow.write_paused for one in connections(server)))

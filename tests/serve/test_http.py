@@ -448,7 +448,7 @@ def test_a_body_that_is_too_large(server: Server) -> None:
     check(call(server, "POST", CHAT, large), 413, "20000 bytes at most")
     check(call(server, "POST", CHAT, b"{}", **{"content-length": "20001"}), 413, "20000 bytes")
 
-    with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
+    with socket.create_connection(server._listeners[0].getsockname(), SECONDS) as raw:
         head = "transfer-encoding: chunked\r\ncontent-type: application/json\r\nhost: localhost"
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode())
         raw.sendall(b"7530\r\n" + b"x" * 30_000 + b"\r\n")  # and more to come
@@ -509,7 +509,7 @@ def test_a_text_that_is_far_too_long_is_not_made_into_tokens(
 
 
 def test_a_request_that_is_cut_off_leaves_nothing(server: Server) -> None:
-    with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
+    with socket.create_connection(server._listeners[0].getsockname(), SECONDS) as raw:
         head = "content-length: 500\r\ncontent-type: application/json\r\nhost: localhost"
         raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"model')
     assert call(server, "POST", CHAT, ASK).status == 200
@@ -857,7 +857,7 @@ def test_a_row_of_nan_ends_its_own_answer_alone(tmp_path: Path) -> None:
 
 
 def begin(server: Server, body: dict[str, object]) -> socket.socket:
-    raw = socket.create_connection(server._listener.getsockname(), SECONDS)
+    raw = socket.create_connection(server._listeners[0].getsockname(), SECONDS)
     data = json.dumps(body).encode()
     head = f"content-length: {len(data)}\r\ncontent-type: application/json\r\nhost: localhost"
     raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + data)
@@ -912,7 +912,7 @@ def impatient(
     monkeypatch.setattr(engine_module, "_GATHER_SECONDS", 0.0)  # an event for each token
     reference.decoder.set_stop_tokens(())
     with running(reference) as started:
-        listener = started._listener
+        listener = started._listeners[0]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         yield started, listener.getsockname()
 

@@ -7,12 +7,14 @@ same; without them only where no two tokens are nearly as likely (`Margin`).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 from collections import Counter
@@ -35,7 +37,7 @@ from ostinato.cli.serve import _keys
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import app
 from ostinato.serve.engine import End, Job
-from ostinato.serve.server import Server
+from ostinato.serve.server import ServeOptions, Server
 from tests.cli import commands
 from tests.serve.serving import MODEL, SECONDS, alone, call, client, open_generator, running, until
 
@@ -326,8 +328,45 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(tmp_path: Path) -> N
         commands.refused(commands.here("serve", "--model", "none", *options), words)
 
 
+def test_a_name_is_served_at_all_its_addresses_or_not_at_all(tiny_model: Path) -> None:
+    """curl and browsers ask for `localhost` by IPv6 first, others by IPv4 alone."""
+    names = {address[0] for *_, address in socket.getaddrinfo("localhost", 0)}
+    there = []
+    for name in names:
+        with contextlib.suppress(OSError):  # a machine without IPv6 can have the name's address
+            (one,) = Server.bind(name, 0)
+            one.close()
+            there.append(name)
+    listeners = Server.bind("localhost", 0)
+    ports = {one.getsockname()[1] for one in listeners}
+    assert sorted(one.getsockname()[0] for one in listeners) == sorted(there) and len(ports) == 1
+    with open_device("host") as device, open_generator(device, tiny_model) as generator:
+        server = Server(generator, ServeOptions(MODEL), listeners)
+        assert server.local
+        ready = threading.Event()
+        thread = threading.Thread(target=server.run, args=(ready.set,))
+        thread.start()
+        try:
+            assert ready.wait(SECONDS)
+            for name in there:
+                with socket.create_connection((name, *ports), SECONDS) as caller:
+                    caller.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                    assert caller.recv(64).startswith(b"HTTP/1.1 200")
+        finally:
+            server.stop()
+            thread.join(SECONDS)
+    for name in there:
+        (taken,) = Server.bind(name, 0)
+        with taken:
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(OSError, match=f"localhost, port {port}: Address already in use"):
+                Server.bind("localhost", port)
+
+
 def test_a_port_that_is_taken_is_said(tiny_model: Path) -> None:
-    with Server.bind("127.0.0.1", 0) as listener:
+    (listener,) = Server.bind("127.0.0.1", 0)
+    with listener:
         listener.listen()
         port = str(listener.getsockname()[1])
         answer = commands.here("serve", "--model", str(tiny_model), "--port", port)

@@ -51,7 +51,7 @@ def answers(server: Server, sent: bytes) -> tuple[list[int], bool, bytes]:
     """The statuses that come back, whether the connection then still answers, and all bytes."""
     came = b""
     more = get("/v1/nothing-more", f"{HOST}connection: close\r\n")
-    address = server._listener.getsockname()
+    address = server._listeners[0].getsockname()
     with socket.create_connection(address, SECONDS) as raw, suppress(ConnectionError):
         raw.sendall(sent + more)
         while piece := raw.recv(1 << 16):
@@ -152,13 +152,13 @@ def test_a_head_has_the_answers_size_and_no_body(server: Server) -> None:
 
 def test_a_client_that_waits_before_its_body_is_told_to_go_on(server: Server) -> None:
     waits = f"content-length: {SIZE}\r\nexpect: 100-continue\r\n"
-    with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
+    with socket.create_connection(server._listeners[0].getsockname(), SECONDS) as raw:
         raw.sendall(post(waits, b""))
         assert raw.recv(1 << 16).startswith(b"HTTP/1.1 100 ")
         raw.sendall(BODY)
         assert raw.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
     refused = get("/nothing", f"{HOST}{waits}", method="POST")
-    with socket.create_connection(server._listener.getsockname(), SECONDS) as raw:
+    with socket.create_connection(server._listeners[0].getsockname(), SECONDS) as raw:
         raw.sendall(refused)
         assert raw.recv(1 << 16).startswith(b"HTTP/1.1 404 ")
 

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -168,7 +169,7 @@ def serve(
             )
     from ostinato.serve.app import HttpLimits
     from ostinato.serve.log import Log
-    from ostinato.serve.server import LOCAL, ServeOptions, Server
+    from ostinato.serve.server import ServeOptions, Server
 
     advised = advised_options(
         0,
@@ -186,9 +187,12 @@ def serve(
         "sequences": slots,
         "graphs": False if no_graphs else None,
     }
-    listener = Server.bind(host, port)  # finds a port in use before a model is loaded
+    listeners = Server.bind(host, port)  # finds a port in use before a model is loaded
+    closing = ExitStack()
+    for listener in listeners:
+        closing.enter_context(listener)
     with (
-        listener,
+        closing,
         following_ranks(devices, model, loading) as leading,
         speaker(model, device=devices[0], **loading, **leading) as generator,
     ):
@@ -206,8 +210,8 @@ def serve(
             origins=tuple(cors or ()),
             log=None if log is None else lambda facts: handler.note(_line(log, facts)),
         )
-        server = Server(generator, options, listener)
-        if not keys and listener.getsockname()[0] not in LOCAL:
+        server = Server(generator, options, listeners)
+        if not keys and not server.local:
             words = "no key is wanted, and other machines can reach this server: see --api-key"
             say(words, stream=sys.stderr)
 

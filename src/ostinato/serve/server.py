@@ -17,8 +17,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -75,12 +75,15 @@ class ServeOptions:
 class Server:
     """A server of one model, which runs until it is stopped.
 
-    `listener`: a bound socket (`Server.bind`).  The server uses `generator` exclusively while it
-    runs; the caller closes it.
+    `listeners`: bound sockets (`Server.bind`).  The server uses `generator` exclusively while it
+    runs; the caller closes it.  `local`: True if only this machine can reach the server.
     """
 
     def __init__(
-        self, generator: TextGenerator, options: ServeOptions, listener: socket.socket
+        self,
+        generator: TextGenerator,
+        options: ServeOptions,
+        listeners: Sequence[socket.socket],
     ) -> None:
         self.metrics = Metrics()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,18 +96,18 @@ class Server:
             post=self._post,
             over=self.metrics.answer,
         )
-        address = listener.getsockname()[0]
+        self.local = all(listener.getsockname()[0] in LOCAL for listener in listeners)
         self.service = Service(
             self.engine,
             self.metrics,
             options.model,
             generator.default_sampling if options.sampling is None else options.sampling,
             options.keys,
-            LOCAL if address in LOCAL and not options.keys else (),
+            LOCAL if self.local and not options.keys else (),
             options.limits,
             options.log,
         )
-        self._listener = listener
+        self._listeners = tuple(listeners)
         self._ready: Callable[[], object] = lambda: None
         self._grace = options.grace_seconds
         config = uvicorn.Config(
@@ -125,28 +128,32 @@ class Server:
         self._uvicorn = _Uvicorn(config, self.engine)
 
     @staticmethod
-    def bind(host: str, port: int) -> socket.socket:
-        """Returns a socket bound to the address.  Raises OSError, or InputError for a bad host."""
+    def bind(host: str, port: int) -> tuple[socket.socket, ...]:
+        """Returns sockets bound to the addresses of the host, all with the same port.
+
+        A name such as "localhost" can have an address of IPv4 and one of IPv6; those that this
+        machine does not have are left out.  Raises OSError if an address cannot be bound, and
+        InputError for a bad host.
+        """
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         except (OSError, UnicodeError) as error:
             raise InputError(f"host is {host!r}: {error}") from None
-        family, kind, protocol, _, address = found[0]
-        made = socket.socket(family, kind, protocol)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-        except OSError as error:
-            made.close()
-            where = f"cannot listen at {host}, port {port}: {error.strerror}"
-            what = "choose another port (0 for any that is free) or host"
-            raise OSError(error.errno, f"{where}; {what}") from None
-        return made
+        addresses = dict.fromkeys((family, *address) for family, _, _, _, address in found)
+        while True:
+            try:
+                return _bound(addresses, port)
+            except OSError as error:
+                if port == 0 and len(addresses) > 1 and error.errno == errno.EADDRINUSE:
+                    continue  # a port that was free at one address is in use at another
+                where = f"cannot listen at {host}, port {port}: {error.strerror}"
+                what = "choose another port (0 for any that is free) or host"
+                raise OSError(error.errno, f"{where}; {what}") from None
 
     @property
     def url(self) -> str:
-        """The URL of the listening socket."""
-        host, port = self._listener.getsockname()[:2]
+        """The URL of the first listening socket."""
+        host, port = self._listeners[0].getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self, ready: Callable[[], object] = lambda: None) -> None:
@@ -156,8 +163,10 @@ class Server:
         """
         self._ready = ready
         try:
-            with _process(self.stop), self._listener:
-                self._uvicorn.run(sockets=[self._listener])
+            with _process(self.stop), ExitStack() as closing:
+                for listener in self._listeners:
+                    closing.enter_context(listener)
+                self._uvicorn.run(sockets=[*self._listeners])
         finally:
             # The caller closes the decoder next, so no step may be in flight, whatever ended the
             # loop.
@@ -232,6 +241,30 @@ class Server:
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed: no client is left
             self._loop.call_soon_threadsafe(call)
+
+
+def _bound(addresses: Iterable[tuple[Any, ...]], port: int) -> tuple[socket.socket, ...]:
+    """Binds a socket to each (family, host, port, …) that this machine has, all with one port."""
+    made: list[socket.socket] = []
+    missing: OSError | None = None
+    with ExitStack() as closing:
+        for family, host, _, *others in addresses:
+            try:
+                one = closing.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                one.bind((host, made[0].getsockname()[1] if made else port, *others))
+            except OSError as error:
+                if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                    raise
+                missing = error
+            else:
+                made.append(one)
+        if not made and missing is not None:
+            raise missing
+        closing.pop_all()
+    return tuple(made)
 
 
 class _Idle:
