@@ -8,21 +8,24 @@ so that `graphed` makes its steps between two graphs), and with one that a graph
 (`capturable`, `fused`, a rate on the GPU).  Of the second there is also a graph of the whole step
 made by hand, which is the bound: `of_hand` is the time of `graphed` as a part of its time.
 `parameters` compares them after 200 steps with those of eager training, bit for bit, with torch's
-deterministic kernels; times are those with its usual ones.  Times are
-those of whole steps with the wait for the GPU at their end, in turns.  `first_ms` is the time of
-the first 12 steps.  With `--compile` each work has a process: torch 2.11 breaks the context in the
-third one of a process, also without any code of ours.
+deterministic kernels; times are those with its usual ones.  Times are those of whole steps with
+the wait for the GPU at their end, in turns.  `first_ms` is the time of the first 12 steps.  With
+`--compile` each work has a process and, while it runs, a GPU of its own: torch 2.11 breaks the
+context in the third work of a process, also without any code of ours.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import queue
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,17 +270,31 @@ def measure(
     return rows
 
 
-def apart(name: str, chosen: Any) -> tuple[list[dict[str, object]], dict[str, str]]:
-    """Measures a work in a process of its own."""
+def apart(
+    name: str, gpus: queue.SimpleQueue[str], chosen: Any
+) -> tuple[list[dict[str, object]], dict[str, str]]:
+    """Measures a work in a process of its own, on one of the GPUs, which is its alone."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--works", name, "--steps", str(chosen.steps), "--device", chosen.device]
         words += ["--compile", "--out", folder, *(["--quick"] if chosen.quick else [])]
         command = [sys.executable, "-m", "benchmarks.torch_training", *words]
-        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    try:
-        found = json.loads(ended.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return [], {name: f"its process ended with status {ended.returncode}"}
+        gpu = gpus.get()
+        try:
+            ended = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+                timeout=chosen.within,
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+            )
+            found = json.loads(ended.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            return [], {name: f"took longer than {chosen.within} s"}
+        except (IndexError, ValueError):
+            return [], {name: f"its process ended with status {ended.returncode}"}
+        finally:
+            gpus.put(gpu)
     return found["rows"], found["skipped"]
 
 
@@ -286,6 +303,7 @@ def main() -> int:
     parser.add_argument("--works", default="", help="some of them, with commas between")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--compile", action="store_true", help="torch.compile beside them")
+    parser.add_argument("--within", type=float, help="seconds a work, with --compile")
     chosen = parser.parse_args()
     torch = common.torch_with_cuda(chosen.device)
     if torch is None:
@@ -295,12 +313,18 @@ def main() -> int:
     skipped: dict[str, str] = {}
     works = _works(torch)
     names = tuple(filter(None, chosen.works.split(","))) or tuple(works)
+    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    if chosen.compile and len(names) > 1:
+        count = torch.cuda.device_count()
+        numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+        for number in numbers.split(","):
+            gpus.put(number)
+        with ThreadPoolExecutor(count) as pool:
+            for found, left in pool.map(lambda name: apart(name, gpus, chosen), names):
+                rows += found
+                skipped |= left
+        names = ()
     for name in names:
-        if chosen.compile and len(names) > 1:
-            found, left = apart(name, chosen)
-            rows += found
-            skipped |= left
-            continue
         try:
             rows += measure(
                 torch, name, works[name], 20 if chosen.quick else chosen.steps, chosen.compile
