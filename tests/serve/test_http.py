@@ -424,8 +424,13 @@ def test_fields_that_ask_for_nothing_are_taken(server: Server) -> None:
         {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None},
         *MESSAGES,
     ]
-    reply = call(server, "POST", CHAT, {**ASK, **more, "messages": messages})
+    greedy = {**ASK, "messages": messages, "temperature": 0}
+    reply = call(server, "POST", CHAT, {**greedy, **more})
     assert reply.status == 200, reply
+    messages[0]["content"] = "a\nb"
+    whole = call(server, "POST", CHAT, greedy)
+    assert reply.json["choices"] == whole.json["choices"]
+    assert reply.json["usage"]["prompt_tokens"] == whole.json["usage"]["prompt_tokens"]
 
 
 def test_another_model_path_method_or_type(server: Server) -> None:

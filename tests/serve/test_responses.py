@@ -103,7 +103,7 @@ def test_a_list_of_messages_and_instructions(server: Server) -> None:
     wanted = [
         {"role": "system", "content": "in 12"},
         {"role": "system", "content": "the"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": first.output_text},
         USER,
     ]

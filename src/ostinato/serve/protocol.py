@@ -876,7 +876,8 @@ def _message(
 
 
 def _content(value: object, kinds: tuple[str, ...]) -> str:
-    """Returns the text of a message, joining its parts if it is a list; `kinds`: their types."""
+    """Returns the text of a message; parts of a list are lines, as for vLLM and llama-server.
+    `kinds`: the types of parts."""
     if not isinstance(value, list):
         return _said(value)
     texts = []
@@ -888,7 +889,7 @@ def _content(value: object, kinds: tuple[str, ...]) -> str:
             if name not in known and one not in (None, [], ""):
                 raise ValueError(f"has a part with {name[:80]!r}, which is no field of a text")
         texts.append(_said(part.get("text")))
-    return "".join(texts)
+    return "\n".join(texts)
 
 
 def _sampling(base: SamplingOptions, named: Mapping[str, Any]) -> SamplingOptions:
