@@ -513,18 +513,8 @@ KERNEL BOUNDS
         wait_for_bytes(arrivals);
         for (int item = thread; item < QUERIES * HEAD_SIZE; item += 32 * WARPS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
-            float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
-#pragma unroll
-            for (int i = 0; i < CLUSTER; i++)
-                if (i < workers) maximum = fmaxf(maximum, sent[i][j][0]);
-#pragma unroll
-            for (int i = 0; i < CLUSTER; i++) {
-                if (i >= workers) continue;
-                const float factor_of = rescale(sent[i][j][0], maximum);
-                sum = fmaf(factor_of, sent[i][j][1], sum);
-                value = fmaf(factor_of, sent[i][j][2 + d], value);
-            }
-            all.deliver(share, item, maximum, sum, value);
+            const Merged found = merge_first<CLUSTER>(workers, d, [=](int i) { return sent[i][j]; });
+            all.deliver(share, item, found.maximum, found.sum, found.value);
         }
         if (share.units == 1) return;
     }

@@ -216,10 +216,7 @@ KERNEL __launch_bounds__(THREADS)
     if (lane == 0) shared.squares[warp] = square;
     __syncthreads();
     start_next_at<AFTER_INPUT>();
-    float total = shared.squares[0];
-#pragma unroll
-    for (int i = 1; i < WARPS; i++) total += shared.squares[i];
-    const float normed = rsqrtf(total * (1.0f / HIDDEN) + epsilon);
+    const float normed = norm_factor<WARPS, HIDDEN>(shared.squares, epsilon);
 
     wait_for_cluster<CLUSTER>();
 #pragma unroll
@@ -316,9 +313,7 @@ KERNEL __launch_bounds__(THREADS)
                     auto rounded = [&](int of) {
                         const float4* from =
                             reinterpret_cast<const float4*>(shared.fresh[of]) + sub * 2;
-                        const float4 a = from[0], b = from[1];
-                        return make_uint4(pack_bf16(a.x, a.y), pack_bf16(a.z, a.w),
-                                          pack_bf16(b.x, b.y), pack_bf16(b.z, b.w));
+                        return pack_eight(from[0], from[1]);
                     };
                     k[step] = rounded(QUERIES);
                     v[step] = rounded(QUERIES + 1);
@@ -356,18 +351,8 @@ KERNEL __launch_bounds__(THREADS)
         for (int item = thread; item < WIDTH; item += THREADS) {
             const int j = item / HEAD_SIZE, d = item % HEAD_SIZE;
             // Blocks without positions are left out; their partials hold arbitrary data.
-            float maximum = MINUS_INFINITY, sum = 0.0f, value = 0.0f;
-#pragma unroll
-            for (int i = 0; i < CLUSTER; i++)
-                if (i < blocks) maximum = fmaxf(maximum, shared.partials[i][j][0]);
-#pragma unroll
-            for (int i = 0; i < CLUSTER; i++) {
-                if (i >= blocks) continue;
-                const float factor = rescale(shared.partials[i][j][0], maximum);
-                sum = fmaf(factor, shared.partials[i][j][1], sum);
-                value = fmaf(factor, shared.partials[i][j][2 + d], value);
-            }
-            *mixed_at(shared, item) = value / sum;
+            const Merged all = merge_first<CLUSTER>(blocks, d, [&](int i) { return shared.partials[i][j]; });
+            *mixed_at(shared, item) = all.value / all.sum;
         }
         __syncthreads();
     }

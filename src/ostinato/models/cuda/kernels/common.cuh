@@ -526,6 +526,17 @@ DEVICE int largest_of_lanes(int v) {
 }
 DEVICE int least_of_lanes(int v) { return -largest_of_lanes(-v); }
 
+// Rounds eight floats to bfloat16.
+DEVICE uint4 pack_eight(const float4& u, const float4& v) {
+    return make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w), pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+}
+DEVICE uint4 pack_eight(const float (&v)[8]) {
+    return pack_eight(make_float4(v[0], v[1], v[2], v[3]), make_float4(v[4], v[5], v[6], v[7]));
+}
+DEVICE float4 times(const float4& a, float factor) {
+    return make_float4(a.x * factor, a.y * factor, a.z * factor, a.w * factor);
+}
+
 DEVICE u64 largest(u64 a, u64 b) { return a > b ? a : b; }
 
 DEVICE u64 largest_of_warp(u64 v) {

@@ -51,6 +51,14 @@ DEVICE float square_at(const u64* square) {
     return whole + static_cast<float>(load_fresh(square + 1)) * (1.0f / 1099511627776.0f);
 }
 
+// The factor of a row's norm, from the sums of squares of its WIDTH values by WARPS warps.
+template <int WARPS, int WIDTH> DEVICE float norm_factor(const float* squares, float epsilon) {
+    float total = squares[0];
+#pragma unroll
+    for (int i = 1; i < WARPS; i++) total += squares[i];
+    return rsqrtf(total * (1.0f / WIDTH) + epsilon);
+}
+
 // qkv = W_q h, W_k h and W_v h, read by norm_rope.cu; h is the normed residual.
 struct PlainQkvProduct {
     static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;

@@ -157,12 +157,7 @@ template <class S, class P, class L> DEVICE u64 matvec(const P& product, const i
     if (S::TURNS == 1 || turns == 1) start_next_at<AFTER_INPUT>();
 
     float scale = 1.0f;
-    if constexpr (P::NORMED) {
-        float total = squares[0];
-#pragma unroll
-        for (int i = 1; i < S::WARPS; i++) total += squares[i];
-        scale = rsqrtf(total * (1.0f / P::INPUTS) + product.epsilon);
-    }
+    if constexpr (P::NORMED) scale = norm_factor<S::WARPS, P::INPUTS>(squares, product.epsilon);
     u64 key = 0;
 #pragma unroll 1
     for (int turn = 0; turn < turns; turn++) {

@@ -338,12 +338,7 @@ DEVICE u64 packed_matvec(const P& product, const int* live, const u8* bricks, in
     __syncthreads();
 
     float scale = 1.0f;
-    if constexpr (P::NORMED) {
-        float total = squares[0];
-#pragma unroll
-        for (int i = 1; i < S::SPLIT; i++) total += squares[i];
-        scale = rsqrtf(total * (1.0f / K) + product.epsilon);
-    }
+    if constexpr (P::NORMED) scale = norm_factor<S::SPLIT, K>(squares, product.epsilon);
     u64 key = 0;
     if (!wanted) return key;
 #pragma unroll 1

@@ -111,9 +111,7 @@ KERNEL __launch_bounds__(THREADS)
                     u = load_fresh(reinterpret_cast<const float4*>(from));
                     v = load_fresh(reinterpret_cast<const float4*>(from) + 1);
                 }
-                query[m][half][c] =
-                    make_uint4(pack_bf16(u.x * factor, u.y * factor), pack_bf16(u.z * factor, u.w * factor),
-                               pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
+                query[m][half][c] = pack_eight(times(u, factor), times(v, factor));
             }
         }
     }

@@ -17,11 +17,6 @@
 
 static_assert(HIDDEN % 8 == 0 && INNER % 8 == 0 && HEAD_SIZE % 8 == 0, "16 bytes at a time");
 
-DEVICE uint4 pack_eight(const float4& u, const float4& v) {
-    return make_uint4(pack_bf16(u.x, u.y), pack_bf16(u.z, u.w), pack_bf16(v.x, v.y),
-                      pack_bf16(v.z, v.w));
-}
-
 // out = x / rms(x) * norm, in bfloat16.  With `squares`, out = x * norm, and the sum of squares is stored for the
 // product that reads `out` and applies the scale.  A block computes a row, which it keeps in registers.
 KERNEL __launch_bounds__(NORM_THREADS)

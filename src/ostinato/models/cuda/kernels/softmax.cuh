@@ -104,6 +104,22 @@ struct Merged {
     float maximum, sum, value;
 };
 
+// Merges value `d` of the first `count` partials, MOST at the most; `at(i)` is the i-th.
+template <int MOST, class F> DEVICE Merged merge_first(int count, int d, const F& at) {
+    Merged all{MINUS_INFINITY, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < MOST; i++)
+        if (i < count) all.maximum = fmaxf(all.maximum, at(i)[0]);
+#pragma unroll
+    for (int i = 0; i < MOST; i++) {
+        if (i >= count) continue;
+        const float factor = rescale(at(i)[0], all.maximum);
+        all.sum = fmaf(factor, at(i)[1], all.sum);
+        all.value = fmaf(factor, at(i)[2 + d], all.value);
+    }
+    return all;
+}
+
 // Merges value `d` of COUNT partials; `at(i)` is the i-th.
 template <int COUNT, class F> DEVICE Merged merge_partials(int d, const F& at) {
     Merged all;

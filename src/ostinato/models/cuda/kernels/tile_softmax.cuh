@@ -118,10 +118,6 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
         }
     }
 
-    DEVICE static uint4 rounded(const float (&x)[8]) {
-        return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
-                          pack_bf16(x[6], x[7]));
-    }
     DEVICE static u32 rest_of(u32 pair, float a, float b) {
         return pack_bf16(a - low_half(pair), b - high_half(pair));
     }
@@ -139,7 +135,7 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
             }
             float x[8];
             set_query(x, a, b, factor);
-            const uint4 near = rounded(x);
+            const uint4 near = pack_eight(x);
             query[c][0] = near;
             query[c][1] = make_uint4(rest_of(near.x, x[0], x[1]), rest_of(near.y, x[2], x[3]),
                                      rest_of(near.z, x[4], x[5]), rest_of(near.w, x[6], x[7]));
@@ -238,7 +234,7 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
             float y[8];
 #pragma unroll
             for (int d = 0; d < 8; d++) y[d] = x[d] / whole;
-            *reinterpret_cast<uint4*>(to(query, chunk)) = rounded(y);
+            *reinterpret_cast<uint4*>(to(query, chunk)) = pack_eight(y);
         });
     }
     // Stores the partial softmax of each query: the base, the sum and the mix.

@@ -148,8 +148,7 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
                 u = load_fresh(reinterpret_cast<const float4*>(from));
                 v = load_fresh(reinterpret_cast<const float4*>(from) + 1);
             }
-            query[i] = make_uint4(pack_bf16(u.x * factor, u.y * factor), pack_bf16(u.z * factor, u.w * factor),
-                                  pack_bf16(v.x * factor, v.y * factor), pack_bf16(v.z * factor, v.w * factor));
+            query[i] = pack_eight(times(u, factor), times(v, factor));
         }
         sync_part(1 + part, 128);  // no warp still reads the queries of the item before
 #pragma unroll
