@@ -18,44 +18,24 @@
 
 #include "common.cuh"
 
-
 constexpr int BRICK = 256;  // inputs
 
 // ---------------------------------------------------------------------------------------- formats
 
-// BITS: bits of a code.  K types have integer scales in blocks of 256 inputs.
-struct Q8_0 {
-    static constexpr int BITS = 8, EXTRA = 0, OFFSET = 0;
-    static constexpr bool K_TYPE = false, MINIMA = false, HALVES = false;
+// BITS: bits of a code.  EXTRA: bytes of a brick's extra data.  OFFSET: what a code is larger than its value by.
+// K types have integer scales in blocks of 256 inputs.  HALVES: one scale for 16 inputs.
+template <int BITS_, int EXTRA_, int OFFSET_, bool K_TYPE_, bool MINIMA_, bool HALVES_ = false> struct FormatOf {
+    static constexpr int BITS = BITS_, EXTRA = EXTRA_, OFFSET = OFFSET_;
+    static constexpr bool K_TYPE = K_TYPE_, MINIMA = MINIMA_, HALVES = HALVES_;
 };
-struct Q4_0 {
-    static constexpr int BITS = 4, EXTRA = 0, OFFSET = 8;
-    static constexpr bool K_TYPE = false, MINIMA = false, HALVES = false;
-};
-struct Q4_1 {
-    static constexpr int BITS = 4, EXTRA = 256, OFFSET = 0;
-    static constexpr bool K_TYPE = false, MINIMA = true, HALVES = false;
-};
-struct Q5_0 {
-    static constexpr int BITS = 5, EXTRA = 0, OFFSET = 16;
-    static constexpr bool K_TYPE = false, MINIMA = false, HALVES = false;
-};
-struct Q5_1 {
-    static constexpr int BITS = 5, EXTRA = 256, OFFSET = 0;
-    static constexpr bool K_TYPE = false, MINIMA = true, HALVES = false;
-};
-struct Q4_K {
-    static constexpr int BITS = 4, EXTRA = 0, OFFSET = 0;
-    static constexpr bool K_TYPE = true, MINIMA = true, HALVES = false;
-};
-struct Q5_K {
-    static constexpr int BITS = 5, EXTRA = 0, OFFSET = 0;
-    static constexpr bool K_TYPE = true, MINIMA = true, HALVES = false;
-};
-struct Q6_K {  // one scale for 16 inputs
-    static constexpr int BITS = 6, EXTRA = 32, OFFSET = 32;
-    static constexpr bool K_TYPE = true, MINIMA = false, HALVES = true;
-};
+struct Q8_0 : FormatOf<8, 0, 0, false, false> {};
+struct Q4_0 : FormatOf<4, 0, 8, false, false> {};
+struct Q4_1 : FormatOf<4, 256, 0, false, true> {};
+struct Q5_0 : FormatOf<5, 0, 16, false, false> {};
+struct Q5_1 : FormatOf<5, 256, 0, false, true> {};
+struct Q4_K : FormatOf<4, 0, 0, true, true> {};
+struct Q5_K : FormatOf<5, 0, 0, true, true> {};
+struct Q6_K : FormatOf<6, 32, 32, true, false, true> {};
 
 template <class F> struct Brick {
     static constexpr int CODE_LOADS = F::BITS == 8 ? 8 : 4, HIGH_LOADS = F::BITS == 8 ? 0 : F::BITS - 4;
@@ -98,6 +78,30 @@ DEVICE Place place_of(int row, int size) {
     return {row / size * half + in % half, in / half};
 }
 
+// The scales of the two halves of a group's inputs, and what is added to its products (MINIMA).  `own`: the scales
+// of the row.  `d`: of Q6_K, the scale of the scales.  `minima()` returns a word with the minima of two groups.
+template <class F, class M>
+DEVICE void scales_of(float (&scale)[2], float& least, const uint4 own, int group, float d, const M& minima) {
+    if constexpr (F::HALVES) {
+        const u32 word = word_of(own, group / 2);
+        for (int i = 0; i < 2; i++)
+            scale[i] = __fmul_rn(d, static_cast<float>(signed_byte_of(word, group % 2 * 2 + i)));
+    } else if constexpr (F::K_TYPE) {
+        const uint2 by = k_scales(own), least_by = k_minima(own);
+        scale[0] = scale[1] =
+            __fmul_rn(low_f16(own.x), static_cast<float>(byte_of(group / 4 ? by.y : by.x, group % 4)));
+        least = -__fmul_rn(high_f16(own.x),
+                           static_cast<float>(byte_of(group / 4 ? least_by.y : least_by.x, group % 4)));
+    } else {
+        const u32 pair = word_of(own, group / 2);
+        scale[0] = scale[1] = group % 2 ? high_f16(pair) : low_f16(pair);
+        if constexpr (F::MINIMA) {
+            const u32 both = minima();
+            least = group % 2 ? high_f16(both) : low_f16(both);
+        }
+    }
+}
+
 // Unpacks 8 weights of a row, with the same bits as dequantise.cu: those of 4 inputs from 32 j + 4 t on, and of
 // 4 inputs from 32 j + 4 t + 16 on.
 template <class F>
@@ -127,25 +131,13 @@ DEVICE void brick_values(float (&v)[8], const u8* bricks, int columns, const Pla
         first |= (bits & 0x03030303u) << 4, second |= (bits & 0x0c0c0c0cu) << 2;
     }
     const uint4 own = load_weights(scales + which * 128 + g * 16);
-    float scale[2], least = 0.0f;
+    float scale[2], least = 0.0f, d = 0.0f;
     if constexpr (F::HALVES) {
         const u32 pair = load_weights4(extra + g * 4);
-        const float d = which ? high_f16(pair) : low_f16(pair);
-        for (int i = 0; i < 2; i++)
-            scale[i] = __fmul_rn(d, static_cast<float>(signed_byte_of(word_of(own, j / 2), j % 2 * 2 + i)));
-    } else if constexpr (F::K_TYPE) {
-        const uint2 by = k_scales(own), minima = k_minima(own);
-        scale[0] = scale[1] =
-            __fmul_rn(low_f16(own.x), static_cast<float>(byte_of(j / 4 ? by.y : by.x, j % 4)));
-        least = -__fmul_rn(high_f16(own.x), static_cast<float>(byte_of(j / 4 ? minima.y : minima.x, j % 4)));
-    } else {
-        const u32 pair = word_of(own, j / 2);
-        scale[0] = scale[1] = j % 2 ? high_f16(pair) : low_f16(pair);
-        if constexpr (F::MINIMA) {
-            const u32 minima = load_weights4(extra + (4 * g + j / 2) * 8 + which * 4);
-            least = j % 2 ? high_f16(minima) : low_f16(minima);
-        }
+        d = which ? high_f16(pair) : low_f16(pair);
     }
+    scales_of<F>(scale, least, own, j, d,
+                 [=] { return load_weights4(extra + (4 * g + j / 2) * 8 + which * 4); });
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const u32 w = i < 4 ? first : second;
@@ -229,33 +221,16 @@ template <class F> DEVICE float code_float(u32 codes, int i) {
 // Unpacks the 8 weights of a group that a lane holds of row g (`which` 0) or g + 8 (1) to bfloat16, in the
 // order of the codes, with the same bits as dequantise.cu.  All lanes of a warp must call it.
 template <class F> DEVICE uint4 held_weights(const Held<F>& held, const u32 (&a)[4], int group, int which) {
-    const uint4 own = held.scales[which];
     float scale[2], least = 0.0f;
-    if constexpr (F::HALVES) {
-        const float d = which ? high_f16(held.extra[0]) : low_f16(held.extra[0]);
-        const u32 word = word_of(own, group / 2);
-        for (int i = 0; i < 2; i++)
-            scale[i] = __fmul_rn(d, static_cast<float>(signed_byte_of(word, group % 2 * 2 + i)));
-    } else if constexpr (F::K_TYPE) {
-        const uint2 by = k_scales(own), minima = k_minima(own);
-        scale[0] = scale[1] = __fmul_rn(
-            low_f16(own.x), static_cast<float>(byte_of(group / 4 ? by.y : by.x, group % 4)));
-        least = -__fmul_rn(high_f16(own.x),
-                           static_cast<float>(byte_of(group / 4 ? minima.y : minima.x, group % 4)));
-    } else {
-        const u32 pair = word_of(own, group / 2);
-        scale[0] = scale[1] = group % 2 ? high_f16(pair) : low_f16(pair);
-        if constexpr (F::MINIMA) {  // lane t of a row's 4 holds those of groups 2 t and 2 t + 1
-            const u32 minima = __shfl_sync(0xffffffffu, held.extra[which], group / 2, 4);
-            least = group % 2 ? high_f16(minima) : low_f16(minima);
-        }
-    }
+    const float d = F::HALVES ? (which ? high_f16(held.extra[0]) : low_f16(held.extra[0])) : 0.0f;
+    scales_of<F>(scale, least, held.scales[which], group, d, [&] {  // lane t of 4 holds groups 2 t and 2 t + 1
+        return __shfl_sync(0xffffffffu, held.extra[which], group / 2, 4);
+    });
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         v[i] = __fmul_rn(scale[i / 4], code_float<F>(a[i / 4 * 2 + which], i % 4));
         if constexpr (F::MINIMA) v[i] = __fadd_rn(v[i], least);
     }
-    return make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-                      pack_bf16(v[6], v[7]));
+    return pack_eight(v);
 }

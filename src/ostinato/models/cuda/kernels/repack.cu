@@ -1,78 +1,18 @@
 // Converts rows of a GGUF file to bricks.
-#include "bricks.cuh"
-
-// ----------------------------------------------------------------------------------- from the file
-
-// Blocks as stored in the file (ggml-common.h).  `code` returns the code of input k of a block, up to 8 bits.
-template <class F> struct Stored;
-template <> struct Stored<Q8_0> {
-    static constexpr int VALUES = 32, BYTES = 34, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) { return block[2 + k]; }
-};
-template <> struct Stored<Q4_0> {
-    static constexpr int VALUES = 32, BYTES = 18, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) { return block[2 + k % 16] >> (k / 16 * 4) & 15; }
-};
-template <> struct Stored<Q4_1> {
-    static constexpr int VALUES = 32, BYTES = 20, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) { return block[4 + k % 16] >> (k / 16 * 4) & 15; }
-};
-template <> struct Stored<Q5_0> {
-    static constexpr int VALUES = 32, BYTES = 22, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) {
-        const u32 low = block[6 + k % 16] >> (k / 16 * 4) & 15;
-        return low | (block[2 + k / 8] >> (k % 8) & 1) << 4;
-    }
-};
-template <> struct Stored<Q5_1> {
-    static constexpr int VALUES = 32, BYTES = 24, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) { return Stored<Q5_0>::code(block + 2, k); }
-};
-struct IQ4_NL : Q8_0 {};  // the table's values are bytes
-template <> struct Stored<IQ4_NL> {
-    static constexpr int VALUES = 32, BYTES = 18, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) {
-        return static_cast<u8>(iq4_nl_value(Stored<Q4_0>::code(block, k)));
-    }
-};
-template <> struct Stored<Q4_K> {
-    static constexpr int VALUES = 256, BYTES = 144, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) {
-        return block[16 + k / 64 * 32 + k % 32] >> (k / 32 % 2 * 4) & 15;
-    }
-};
-template <> struct Stored<Q5_K> {
-    static constexpr int VALUES = 256, BYTES = 176, SCALE = 0;
-    static DEVICE u32 code(const u8* block, int k) {
-        const u32 low = block[48 + k / 64 * 32 + k % 32] >> (k / 32 % 2 * 4) & 15;
-        return low | (block[16 + k % 32] >> (k / 32) & 1) << 4;
-    }
-};
-template <> struct Stored<Q6_K> {
-    static constexpr int VALUES = 256, BYTES = 210, SCALE = 192;
-    static DEVICE u32 code(const u8* block, int k) {
-        const int half = k / 128, at = k % 128;
-        const u32 low = block[half * 64 + at % 64] >> (at / 64 * 4) & 15;
-        return low | (block[128 + half * 32 + at % 32] >> (at / 32 * 2) & 3) << 4;
-    }
-};
+#include "stored.cuh"
 
 DEVICE void put_half(u8* to, const u8* from, bool there = true) {
     to[0] = there ? from[0] : 0, to[1] = there ? from[1] : 0;
 }
 
-// Writes rows from `first` on of a matrix to bricks, one block each.  `head`: as in dequantise.cu, the number of
-// rows of a head with interleaved rows, or 0.  `size`: as for `place_of`; or 0 if all rows are the first of
+// Writes rows from `first` on of a matrix to bricks, one block each.  `head`: as for
+// `row_in_order`.  `size`: as for `place_of`; or 0 if all rows are the first of
 // their pairs, 1 if they are the second.
 template <class F>
 DEVICE void repack(const u8* stored, u8* bricks, u32 row_bytes, u32 columns, u32 first, u32 head,
                    u32 size) {
     typedef Stored<F> From;
-    int row = first + blockIdx.x;
-    if (head != 0) {
-        const int in_head = row % head;
-        row = row - in_head + in_head % 2 * (head / 2) + in_head / 2;
-    }
+    const int row = row_in_order(first + blockIdx.x, head);
     const Place place = size < 2 ? Place{row, static_cast<int>(size)} : place_of(row, size);
     const int g = place.pair % 8, which = place.which;
     const u8* const from = stored + static_cast<u64>(blockIdx.x) * row_bytes;
