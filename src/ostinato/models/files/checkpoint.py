@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import abc
 import math
+import mmap
 import re
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from ostinato.errors import (
 from ostinato.models.arguments import quoted, whole
 from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.dequantise import dequantise_rows
+from ostinato.models.files.reading import forget, unmap
 
 # Float32 values converted at a time: half a MiB, so that all passes over a block hit the L2 cache.
 _BLOCK_VALUES = 1 << 17
@@ -158,9 +161,11 @@ class StoredCheckpoint(Checkpoint):
         config: LlamaConfig,
         tokenizer: TokenizerSource,
         tensors: Mapping[str, RawTensor],
+        mapped: Mapping[Path, mmap.mmap] = MappingProxyType({}),
     ) -> None:
         super().__init__(path, config, tokenizer)
         self._tensors = dict(tensors)
+        self._mapped = mapped
         self._scratch = _Scratch()
 
     def tensor_names(self) -> tuple[str, ...]:
@@ -253,7 +258,8 @@ class StoredCheckpoint(Checkpoint):
     def close(self) -> None:
         """Unmaps the files.  Idempotent."""
         super().close()
-        self._unmap()
+        mapped, self._mapped = self._mapped, {}
+        unmap(mapped.values())
 
     def _convert(
         self, raw: RawTensor, out: npt.NDArray[Any], first: int = 0, stop: int | None = None
@@ -286,15 +292,14 @@ class StoredCheckpoint(Checkpoint):
         if self._closed:
             raise ClosedError(f"{self.path}: the checkpoint was closed; open it again")
 
-    @abc.abstractmethod
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         """Returns the tensor's bytes, flat, as a view of the mapped file."""
+        return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
 
     def _forget(self, raw: RawTensor) -> None:
         """Releases the tensor's pages of a mapped file from this process's memory."""
-
-    def _unmap(self) -> None:
-        """Unmaps the files, if there are any."""
+        if raw.file in self._mapped:
+            forget(self._mapped[raw.file], raw.offset, raw.size)
 
 
 def check_tensors(

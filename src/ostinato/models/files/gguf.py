@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
 from ostinato.models.arguments import quoted
@@ -34,7 +33,7 @@ from ostinato.models.files.checkpoint import (
     name_in_layer,
 )
 from ostinato.models.files.dequantise import BLOCK_TYPES, SUPPORTED_TYPES
-from ostinato.models.files.reading import forget, gguf_parts, map_file, unmap
+from ostinato.models.files.reading import gguf_parts, map_file, unmap
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _WHOLE = {
@@ -88,28 +87,6 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 class GgufCheckpoint(StoredCheckpoint):
     """A mapped GGUF file, or all parts of a model, made by `open_gguf`."""
 
-    def __init__(
-        self,
-        path: Path,
-        config: LlamaConfig,
-        tokenizer: GgufTokenizerSource,
-        tensors: dict[str, RawTensor],
-        mapped: dict[Path, mmap.mmap],
-    ) -> None:
-        super().__init__(path, config, tokenizer, tensors)
-        self._mapped = mapped
-
-    def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
-
-    def _forget(self, raw: RawTensor) -> None:
-        forget(self._mapped[raw.file], raw.offset, raw.size)
-
-    def _unmap(self) -> None:
-        mapped, self._mapped = self._mapped, {}
-        for file in mapped.values():
-            unmap(file)
-
 
 def open_gguf(path: Path) -> GgufCheckpoint:
     """Opens a GGUF file of an architecture that `LlamaConfig.from_gguf` supports; if it is a part
@@ -135,8 +112,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         source = GgufTokenizerSource(path, header.metadata)
         return GgufCheckpoint(path, config, source, tensors, mapped)
     except BaseException:
-        for file in mapped.values():
-            unmap(file)
+        unmap(mapped.values())
         raise
 
 
@@ -446,7 +422,6 @@ class _Cursor:
 
 
 def _type_name(number: int) -> str:
-    """Returns the name of a tensor type in `gguf`, or its number."""
     from gguf.constants import GGMLQuantizationType
 
     try:

@@ -8,6 +8,7 @@ import json
 import mmap
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -86,9 +87,9 @@ def forget(mapped: mmap.mmap, offset: int, size: int) -> None:
         mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
-def unmap(mapped: mmap.mmap | None) -> None:
-    """Closes the map, or leaves it open until its last view is deleted."""
-    if mapped is not None:
+def unmap(maps: Iterable[mmap.mmap]) -> None:
+    """Closes each map, or leaves it open until its last view is deleted."""
+    for mapped in maps:
         with contextlib.suppress(BufferError):  # a view exists; its deletion frees the map
             mapped.close()
 

@@ -76,27 +76,18 @@ class SafetensorsCheckpoint(StoredCheckpoint):
         quantisation: Quantisation | None = None,
         parts: Mapping[str, Mapping[str, RawTensor]] | None = None,
     ) -> None:
-        super().__init__(path, config, JsonTokenizerSource(path), tensors)
-        self._mapped = mapped
+        super().__init__(path, config, JsonTokenizerSource(path), tensors, mapped)
         self._quantisation, self._parts = quantisation, parts or {}
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
         if raw.made:
             assert self._quantisation is not None
             return self._quantisation.bytes_of(raw, self._parts[raw.name], self._bytes)
-        return np.frombuffer(self._mapped[raw.file], np.uint8, raw.size, raw.offset)
+        return super()._bytes(raw)
 
     def _forget(self, raw: RawTensor) -> None:
         for part in self._parts[raw.name].values() if raw.made else (raw,):
-            self._forget_part(part)
-
-    def _forget_part(self, raw: RawTensor) -> None:
-        forget(self._mapped[raw.file], raw.offset, raw.size)
-
-    def _unmap(self) -> None:
-        mapped, self._mapped = self._mapped, {}
-        for file in mapped.values():
-            unmap(file)
+            super()._forget(part)
 
 
 def open_folder(path: Path) -> SafetensorsCheckpoint:
@@ -129,8 +120,7 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
             _require_tied(found.tied_head, tensors["embed"], mapped, config_file)
         return SafetensorsCheckpoint(path, config, tensors, mapped, quantisation, found.parts)
     except BaseException:
-        for opened in mapped.values():
-            unmap(opened)
+        unmap(mapped.values())
         raise
 
 
@@ -260,7 +250,6 @@ class _Found:
 
 
 def _read_shard(data: memoryview, path: Path, found: _Found) -> None:
-    """Adds the tensors of one file."""
     size = int.from_bytes(data[:8], "little")
     if data.nbytes < 8 or size > data.nbytes - 8:
         raise ModelFormatError(
