@@ -18,6 +18,7 @@ from ostinato.cli import arguments
 from ostinato.cli.plain import plain, say
 from ostinato.cli.ranks import following_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import advised_options, speaker
+from ostinato.models.extra import require_extra
 
 _MOST_KEYS = 1 << 20  # bytes of a file of keys
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
@@ -155,9 +156,7 @@ def serve(
     status 1, and requests under way with status 500. For a model that fits one GPU, one server on
     each, behind a load balancer, serves more users.
     """
-    from ostinato.serve.extra import require_extra
-
-    require_extra()
+    require_extra("the server", "llm,serve")
     keys = (*(api_key or ()), *_keys(api_key_file))
     if not all(key.strip() == key != "" for key in keys):
         raise typer.BadParameter("a key is text without spaces around it", param_hint="--api-key")
@@ -235,7 +234,6 @@ def serve(
 
 
 def _line(form: LogForm, facts: Mapping[str, object]) -> str:
-    """Returns the line of a request."""
     if form is LogForm.json:
         return json.dumps(facts)
     told = [str(facts[name]) for name in ("time", "client", "method", "path", "status")]

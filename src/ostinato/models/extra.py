@@ -1,4 +1,4 @@
-"""The `llm` extra: packages that the decoder needs and the graph layer does not."""
+"""Extras: packages that the decoder and the server need and the graph layer does not."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import importlib.util
 
 from ostinato.errors import NotAvailableError
 
-_NEEDED = ("gguf", "tokenizers", "jinja2")
+_NEEDED = {
+    "llm": ("gguf", "tokenizers", "jinja2"),
+    "llm,serve": (
+        *("starlette", "uvicorn", "h11", "prometheus-client"),
+        *("gguf", "tokenizers", "jinja2"),  # one command installs everything
+    ),
+}
 
 
 @functools.cache
-def require_extra(what: str) -> None:
+def require_extra(what: str, extra: str = "llm") -> None:
     """Raises NotAvailableError, with the pip command, unless every package of the extra is there;
     the message begins with `what`."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [n for n in _NEEDED[extra] if importlib.util.find_spec(n.replace("-", "_")) is None]
     if missing:
-        raise NotAvailableError(
-            f"{what} needs {', '.join(missing)}, not installed here: pip install 'ostinato[llm]'"
-        )
+        words = f"{what} needs {', '.join(missing)}, not installed here"
+        raise NotAvailableError(f"{words}: pip install 'ostinato[{extra}]'")
