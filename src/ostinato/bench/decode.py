@@ -463,7 +463,6 @@ def first_line(error: BaseException) -> str:
 
 
 def _whole(tokens: int, multiple: int) -> int:
-    """Returns the largest multiple that is not above `tokens`."""
     return tokens // multiple * multiple
 
 

@@ -312,7 +312,6 @@ def open_ways(
 
 
 def _part(config: LlamaConfig, group: Group | None) -> LlamaConfig:
-    """Returns the model of this rank's kernels: its part, or the whole without a group."""
     return config if group is None else Sharding(config, group.rank, group.size).part
 
 

@@ -192,7 +192,6 @@ def _collectives(way: str, gpus: int, library: str) -> str:
 
 
 def _launcher() -> str:
-    """Describes this process's rank according to the environment."""
     from ostinato.distributed import place_of
     from ostinato.errors import InputError
 

@@ -88,7 +88,6 @@ def _flush() -> None:
 
 
 def _ending_of(error: BaseException) -> _Ending:
-    """Returns the status and the message for an exception."""
     if isinstance(error, _UsageError):
         return _Ending(MISUSED, _usage(error))
     match error:

@@ -75,7 +75,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoked(command: Any, arguments: Sequence[str]) -> Any:
-    """Returns the command that the arguments select."""
     for word in arguments:
         found = getattr(command, "commands", {}).get(word)
         if found is None:

@@ -287,7 +287,6 @@ def _watch(group: Group) -> None:
 
 
 def _difference(label: str, told: Sequence[bytes]) -> str:
-    """Describes the first difference between the ranks' lines."""
     lines = [text.decode("utf-8", "surrogatepass").split("\n") for text in told]
     longest = max(len(one) for one in lines)
     for index in range(longest):

@@ -271,7 +271,6 @@ def _joined(
 
 
 def _hub_at(host: str, ports: range, size: int, token: str, deadline: float) -> Hub:
-    """Returns a hub at the first free port."""
     for port in ports:
         with suppress(OSError):
             return Hub(size, host=host, port=port, token=token, deadline=deadline)

@@ -84,7 +84,6 @@ def packed(head: dict[str, Any], payload: bytes = b"") -> bytes:
 
 
 def _told(failure: Failure) -> dict[str, Any]:
-    """Returns the head of the message that reports a failure."""
     return {"kind": "fail", "what": failure.kind, "rank": failure.rank, "text": failure.text}
 
 
@@ -497,7 +496,6 @@ class SocketChannel(Channel):
             self._first.fail(Failure(head["what"], head["rank"], head["text"]))
 
     def _beat(self) -> None:
-        """Sends heartbeats, and checks the hub's."""
         beat, last = self._beat_seconds, time.monotonic()
         while not self._closed.wait(beat):
             now = time.monotonic()

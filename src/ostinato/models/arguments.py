@@ -100,7 +100,6 @@ def token_ids(tokens: Iterable[object], vocabulary: int, name: str) -> list[int]
 
 
 def _index(value: object) -> int | None:
-    """Returns the value as an int, or None if it is no whole number."""
     if type(value) is int:
         return value
     if isinstance(value, bool):

@@ -312,6 +312,5 @@ class Generation:
 
 
 def _since(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Returns the differences of the counts that changed."""
     counts = {reason: count - before.get(reason, 0) for reason, count in now.items()}
     return {reason: count for reason, count in counts.items() if count}

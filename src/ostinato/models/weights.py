@@ -206,7 +206,6 @@ def adopt_weights(
 
 
 def _kind(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Returns the type on the device of a tensor that is not packed."""
     return dtype if len(shape) == 2 else np.dtype(np.float32)
 
 

@@ -189,7 +189,6 @@ def _column(table: object, name: str) -> object:
 
 
 def _buffer(device: Device, stream: Stream, name: str, array: Any) -> Buffer:
-    """Returns one column in memory of the device."""
     if isinstance(array, Buffer):
         if array.context is not device.context:
             raise InputError(
@@ -245,7 +244,6 @@ def _of_arrow(name: str, column: Any) -> npt.NDArray[Any]:
 
 
 def _uploaded(device: Device, stream: Stream, name: str, array: npt.NDArray[Any]) -> Buffer:
-    """Copies host memory to the device."""
     _check(name, array.dtype, array.shape)  # first: NumPy cannot tell whether a struct is masked
     if isinstance(array, np.ma.MaskedArray):
         if np.ma.is_masked(array):

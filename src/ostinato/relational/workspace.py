@@ -61,7 +61,6 @@ class Workspace:
             self._reserve_probe(probe, scan)
 
     def _replace(self, use: str, *buffers: Buffer) -> tuple[Buffer, ...]:
-        """Sets the buffers of one use; returns those before."""
         self.growths += 1
         old, self._buffers[use] = self._buffers[use], buffers
         return old

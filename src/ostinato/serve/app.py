@@ -810,7 +810,6 @@ class _Answering(Response):
         await self._json(send, 200, self._found(), {})
 
     def _found(self) -> dict[str, Any]:
-        """Returns the body of the complete answer."""
         more = [self._more(index) for index in range(len(self._answers))]
         choices = [
             (lead + update.text, calls, update.end or End.STOP)

@@ -568,7 +568,6 @@ class Engine:
             call.repeat.cool()
 
     def _count_repeats(self, call: Call) -> None:
-        """Counts the calls that the repeat launched."""
         launches = 0 if call.repeat is None else call.repeat.taken()
         if launches and call.entry is not None:
             self._counts_of(call.entry).replayed(launches, call.used, call.room)
@@ -589,7 +588,6 @@ class Engine:
         return self._refused(work, entry, error)
 
     def _refused(self, work: Work, entry: Entry, error: BaseException) -> Decision:
-        """Evicts the graph, and runs the call eagerly."""
         if work.stream.is_capturing():  # by another library: captures of this one are found before
             return self._run_eager(work, entry, Decision(Action.EAGER, Reason.INSIDE_CAPTURE))
         entry.refusals += 1
@@ -869,7 +867,6 @@ class Engine:
         return HeldReplay(work.stream.context, run, lease, counts)
 
     def _count_given_back(self) -> None:
-        """Counts the launches of graphs that are not held any more."""
         while self._given_back:
             entry, held = self._given_back.popleft()
             self._held.remove((entry, held))
@@ -906,7 +903,6 @@ class Engine:
         }
 
     def _line(self, entry: Entry, counts: Counts, words: str) -> StepKeyStatistics:
-        """Returns the record of one key."""
         reason = "" if entry.reason is None else entry.reason[1]
         decision: Literal["warmed up", "replayed", "evicted", "eager"] = "eager"
         if not reason:

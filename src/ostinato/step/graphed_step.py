@@ -635,7 +635,6 @@ def _require_all(eager: Sequence[Submission] | None, captured: Sequence[Submissi
 
 
 def _evict(cache: GraphCache, keys: set[Hashable]) -> None:
-    """Takes the graphs of a step that was closed or dropped out of the cache."""
     for key in keys.copy():
         cache.evict(key)
     keys.clear()

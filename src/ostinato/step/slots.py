@@ -82,7 +82,6 @@ class Slot:
             self._check_poison(self.poison)
 
     def _check_poison(self, poison: tuple[float, float]) -> None:
-        """Raises InputError unless the two values fit the slot and differ there."""
         dtype = self.buffer.dtype
         try:
             made = [everywhere(dtype, value) for value in poison]

@@ -261,7 +261,6 @@ class GraphStore:
             return loader.load(loader.values({}))
 
     def _require_match(self, text: str, manifest: GraphManifest) -> None:
-        """Raises GraphFileError for a file of another key, device, driver or release."""
         if manifest.key != ascii(text):
             raise GraphFileError("it is the file of another key or tag")
         there, here = manifest.machine, machine_of(self.context)

@@ -164,7 +164,6 @@ def _written(executable: GraphExec) -> list[MemoryRange]:
 
 
 def _without(ranges: Sequence[MemoryRange], taken: Sequence[MemoryRange]) -> list[MemoryRange]:
-    """Returns the parts of `ranges` outside of `taken`."""
     left: list[MemoryRange] = []
     for memory in ranges:
         start = memory.address

@@ -546,7 +546,6 @@ class Lowering:
     def _product_macros(
         self, template: str, name: str, packing: _Packing = None
     ) -> dict[str, object]:
-        """Returns the macros for a product's shape and for the bytes that it prefetches."""
         cut = _shape_type(template, self.shape(name, packing), packing or ())
         return {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
 

@@ -153,7 +153,6 @@ class LibraryProduct:
             )
 
     def _call(self, weight: Buffer, inputs: Buffer, out: Buffer, workspace: Buffer) -> None:
-        """Calls the library on `self._stream`."""
         self._planned(
             self._stream.handle,
             weight=weight.address,

@@ -123,7 +123,6 @@ def from_hub(name: HubName, *, download: bool) -> Path:
 
 
 def _shards(index: Path) -> set[str]:
-    """Returns the files that an index names."""
     shards = read_json(index).get("weight_map") if index.is_file() else {}
     return {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
 

@@ -141,7 +141,6 @@ class RowSpan:
 
 
 def _used_rows(live: Ints, row_count: int) -> int:
-    """Returns the number of rows up to the last active one."""
     if row_count == 1:
         return int(live[_FLAGS]) & ACTIVE
     active = np.flatnonzero(live[_FLAGS : 4 * row_count : 4] & ACTIVE)

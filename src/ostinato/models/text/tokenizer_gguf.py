@@ -214,7 +214,6 @@ class _Builder:
         return encode, whole_words, False
 
     def _sentencepiece(self) -> tuple[Callable[[str], list[int]], bool, bool]:
-        """Builds the tokenizer of Llama 2's kind."""
         scores = self._numbers("scores", float, None)
         if any(map(math.isnan, scores)):
             raise ModelFormatError(f"{self.where}: tokenizer.ggml.scores holds NaN")
