@@ -287,7 +287,7 @@ class LibraryLowering:
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
         """Returns a launch with blocks of 3 or 4 warps.  A warp has 32 rows of a query head if the
-        blocks still fill the device and the registers suffice, else 16 (docs/log.md has others)."""
+        blocks still fill the device and the registers suffice, else 16 (docs/log has others)."""
         c, group = self.config, self.config.heads // self.config.kv_heads
         queries = max(n for n in range(1, _MAX_PIECE_QUERIES + 1) if group % n == 0)
         warps, heads = max(1, 4 // queries), c.heads // queries

@@ -427,7 +427,7 @@ def default_tuning(
     most: int = MAX_ROWS,
 ) -> Tuning:
     """Chooses shapes by rule, for a GPU without a stored tuning.  The rule was found on an H100 and
-    an H200 (docs/performance.md).
+    an H200; docs/log/launch-shapes.md has what each part of it gains.
 
     `context`: positions of a sequence.  `clusters`, `warpgroups`: True if the device has them.
     `shared`: bytes of shared memory that a block may have (`dynamic_shared`).  `fast_memory`: the
@@ -477,23 +477,19 @@ def default_tuning(
 
 def _early_starts(products: Mapping[str, Product], rows: int) -> dict[str, str]:
     """Returns `start_next` for steps of several rows.  Gate and up load weights before the
-    attention has ended, in small models the output projection too (us a step of 8 rows at position
-    300: 1B on an H200 846 -> 828, 360M on an H100 669 -> 617), but in the smallest models only for
-    few rows (32 rows, H100: 360M 664 -> 647, 135M at position 500 618 -> 624)."""
+    attention has ended, in small models the output projection too, but in the smallest only for few
+    rows."""
     gate_up = products["gate_up"].nbytes
     small = gate_up < _PREFETCH_FROM
     most = 2 * _FEW_ROWS if small and gate_up >= _SOON_OVER[0] else _FEW_ROWS
     if rows > most:
         return {}
-    return dict.fromkeys(
-        ("rounded_output", "attention") if small else ("rounded_output",), "AT_START"
-    )
+    return dict.fromkeys(["rounded_output"] + ["attention"] * small, "AT_START")
 
 
 def _prefetch(products: Mapping[str, Product], rows: int) -> dict[str, tuple[str, int]]:
-    """Returns `prefetch` for few rows of large models, so that memory is busy between kernels (us a
-    step of one row, H100: 1B 870 -> 850, in Q4_K_M 448 -> 418, 8B 5,113 -> 5,027).  Small models
-    are up to 10 % slower with it, so they have none."""
+    """Returns `prefetch` for few rows of large models, so that memory is busy between kernels.
+    Small models, which are up to 10 % slower with it, have none."""
     if rows > _FEW_ROWS or products["gate_up"].nbytes < _PREFETCH_FROM:
         return {}
     return {
@@ -533,9 +529,7 @@ def _with_clusters(
 ) -> AttentionShape:
     """Returns the shape with a cluster for each 4,096 positions, up to 12 warps a multiprocessor.
 
-    Any number is correct for any length.  A block without positions costs 3 ns: with 9 clusters a
-    head a step of the 1B shape took 691 us at position 20 and 1,054 at 16,000, with 3 of them 660
-    and 918, with one 645 and 1,112 (H200)."""
+    Any number is correct for any length.  A block without positions costs 3 ns."""
     warps = rows * config.heads // shape.queries * shape.cluster * shape.warps
     most = max(1, min(16, 12 * multiprocessors // warps))
     return replace(shape, splits=shape.cluster * min(most, -(-context // 4096)))
@@ -549,10 +543,9 @@ def _vector_shape(
 
     A small product ends before the memory is busy, so more lanes and warps share a pair, to shorten
     each thread's chain of loads.  If the blocks would fill the device more than twice, they take
-    turns instead, and twice as many warps share a pair, or two (8B, us a step: H100 4,938 -> 4,827,
-    H200 3,665 -> 3,455 with shapes close to these).  For long rows of the head, two warps share two
-    pairs, and a multiprocessor has one block; for a "down" with long rows, eight warps share two
-    pairs, or for longer ones 16 half warps share one (H200).
+    turns instead, and twice as many warps share a pair, or two.  For long rows of the head, two
+    warps share two pairs, and a multiprocessor has one block; for a "down" with long rows, eight
+    warps share two pairs, or for longer ones 16 half warps share one.
     """
     chunks = product.inputs // 8
     lanes = 32 if chunks >= 128 else 16 if chunks >= 64 else 8
@@ -569,11 +562,9 @@ def _vector_shape(
     while each() <= 5 and -(-chunks // (lanes * split)) > 2 and not wasteful(2 * lanes * split):
         lanes, split = (2 * lanes, split) if lanes < 32 else (lanes, 2 * split)
     if not product.normed and (lanes, split) == (32, 1) and each() <= 8:
-        # Leaves a third of the multiprocessors to the next kernel (1B, us at positions 20 and 500:
-        # H200 639, 647 -> 632, 640, but H100 835, 841 -> 838, 850).
-        if fast_memory:
+        if fast_memory:  # leaves a third of the multiprocessors to the next kernel
             return VectorShape(lanes, split, 1, -(-3 * product.pairs // (2 * multiprocessors)))
-        lanes, split = 16, 2  # H100 840 -> 837
+        lanes, split = 16, 2
     wanted = each()
     if name == "head" and (lanes, split) == (32, 1) and chunks >= 256:
         turns = -(-product.pairs // (8 * multiprocessors))
@@ -617,7 +608,7 @@ def _few_blocks(
 ) -> tuple[Shape, Shape]:
     """Returns shapes of the MLP of a small model, whose attention is one launch: at most three
     quarters of the multiprocessors have a block, since each block reads all parts of the residual
-    and the next kernel needs room.  Shapes stay if a thread would have too many loads (H200)."""
+    and the next kernel needs room.  Shapes stay if a thread would have too many loads."""
     most = multiprocessors * 3 // 4 + 1
     product = products["gate_up"]
     for warps in (4, 8):
@@ -654,9 +645,8 @@ def packed_shape(
 
     In 4 bits, rows of 17 to 32 bricks have 8 warps that hold all, which leaves registers to the
     next kernel; if blocks take turns, or with K types, 16 warps that hold one brick and load the
-    second while they use it.  16 that hold two are slower (us a step: 1B in Q4_0 H100 367 -> 356,
-    H200 335 -> 327, in Q4_K_M 422 -> 413 and 376 -> 369).  Two turns of more than 8 warps are both
-    loaded before the wait (8 layers of 8B in Q4_K_M, H100 458 -> 453, H200 373 -> 370).
+    second while they use it; 16 that hold two are slower.  Two turns of more than 8 warps are both
+    loaded before the wait.
     """
     if rows > 1:
         if rows <= 32 and clusters and shared == MAX_SHARED:
@@ -689,9 +679,7 @@ def packed_shape(
 def _packed_in_clusters(
     name: str, product: Product, rows: int, multiprocessors: int
 ) -> MatrixShape | None:
-    """Returns shapes for products of large models with 2 to 32 rows, None for the general rule.
-    They save 4 to 10 % of a step up to 8 or 16 rows, 3 to 7 % above (docs/log.md, "Packed inputs in
-    panels")."""
+    """Returns shapes for products of large models with 2 to 32 rows, None for the general rule."""
     tiles = product.tile_count
     if rows <= 16:
         if name == "qkv" and product.inputs >= 2048:
@@ -756,14 +744,13 @@ def _matrix_shape(
     than its waits, so there are twice as many blocks with packed weights.
 
     A short product for few rows has 16 warps a block if each still has 8 steps: most of the weights
-    are loaded before the wait (us a step of 8 rows, 1B: H100 1,022 -> 957, H200 813 -> 750).
-    Blocks of 16 warps mostly fill a multiprocessor's registers, so there are either at most as many
-    as multiprocessors, or whole waves; two blocks of 8 warps may share a multiprocessor.
+    are loaded before the wait.  Blocks of 16 warps mostly fill a multiprocessor's registers, so
+    there are either at most as many as multiprocessors, or whole waves; two blocks of 8 warps may
+    share a multiprocessor.
 
     If there are at most as many blocks as multiprocessors, no two may share one, since the others
-    would wait for these two (1B shape, 24 rows: 1,440 us without, 1,200 with).  A multiprocessor
-    that the preceding kernel left free gets two blocks, so up to 40 rows a warp has its own tile
-    only with more blocks than multiprocessors.
+    would wait for these two.  A multiprocessor that the preceding kernel left free gets two blocks,
+    so up to 40 rows a warp has its own tile only with more blocks than multiprocessors.
     """
     if name == "head" and not packed:
         head = _head_of_few_rows(product, rows)
@@ -830,9 +817,8 @@ def _matrix_shape(
 
 
 def _head_of_few_rows(product: Product, rows: int) -> MatrixShape | None:
-    """Returns a shape of the head for few rows: two warps a tile, with all inputs at once (us a
-    step of 8 rows, H100: 360M 436 -> 432); for longer inputs four, in two slabs (2 and 8 rows,
-    H200: 1B 721, 736 -> 708, 729).  None for the general rule."""
+    """Returns a shape of the head for few rows: two warps a tile, with all inputs at once; for
+    longer inputs four, in two slabs.  None for the general rule."""
     if rows <= _FEW_ROWS and product.inputs <= 1024:
         each = -(-product.inputs // 64)  # steps of a warp, up to 8 of which it holds
         parts = -(-each // 8)
@@ -848,17 +834,15 @@ def _in_clusters(
     product: Product, rows: int, multiprocessors: int, fast_memory: bool
 ) -> MatrixShape | None:
     """Returns shapes for products of 2 to 64 rows on a device with clusters, None for the general
-    rule (us a step, H100: 360M 8 rows 483 -> 448, 32 rows 702 -> 649; 8B 8 rows 5,528 -> 5,325).
+    rule.
 
     Small products, whose weights fit the registers of three quarters of the multiprocessors, eight
     steps of a warp: all weights are loading before the wait, so memory is not the bottleneck.  The
     copies of all rows' inputs by each block are, and a next kernel without a free multiprocessor.
     So there are as few blocks as hold the weights, but at least a third of the multiprocessors, or
     half of them with many rows; with few outputs four blocks share the inputs, or, for a few rows
-    with short inputs, each block has one tile (135M, H100: 8 rows 335 -> 328, at position 500 398
-    -> 391).  Up to 8 rows blocks of 16 warps wait less (H200: 135M 317 -> 309, Qwen3 0.6B's widths
-    509 -> 494), for normed products only with fast memory (135M, 4 rows: H200 307 -> 300, H100 318
-    -> 323).  Large products with many inputs: blocks share these too.
+    with short inputs, each block has one tile.  Up to 8 rows blocks of 16 warps wait less, for
+    normed products only with fast memory.  Large products with many inputs: blocks share these too.
     """
     tile_count, steps = product.tile_count, -(-product.inputs // 32)
     many = rows > 32
@@ -872,7 +856,7 @@ def _in_clusters(
             continue
         split = max(warps // tiles, power_of_two_from(-(-each // 8)))
         depth = -(-each // split)
-        # Pairs of blocks of 16 warps leave the attention room: 135M 319 -> 312 us a step.
+        # Pairs of blocks of 16 warps leave the attention room.
         alone = int(blocks <= multiprocessors and (blocks_k, warps) != (2, 16))
         shape = MatrixShape(tiles, split, blocks_k, 32 * split * depth, depth, blocks_k, 2, alone)
         if tiles * split <= 16 and shape.shared_bytes(rows) <= MAX_SHARED:
@@ -902,8 +886,7 @@ def _long_in_clusters(
     product: Product, multiprocessors: int, fast_memory: bool
 ) -> MatrixShape | None:
     """Returns shapes for products of few rows with many inputs (`_in_clusters`), None for the
-    general rule.  Large ones have four tiles a block with fast memory, else two (8 layers of 8B, 8
-    rows: H200 1,255 -> 1,213 us in four, H100 1,613 -> 1,624)."""
+    general rule.  Large ones have four tiles a block with fast memory, else two."""
     tile_count = product.tile_count
     if product.normed and product.inputs >= 4096:
         if fast_memory or tile_count < 8 * multiprocessors:
@@ -928,11 +911,7 @@ def has_warpgroups(capability: tuple[int, int]) -> bool:
 
 
 def _warpgroups_pay(config: LlamaConfig, products: Mapping[str, Product], rows: int) -> bool:
-    """True if warpgroups are faster.  Measured, us a step without and with, H200 and H100: 1B 17
-    rows 1,107 and 1,055 (H100), 32 rows 983 and 892, 1,192 and 1,098, 64 rows 1,337 and 1,086,
-    1,444 and 1,268, no gain at 16; 360M 48 rows 969 and 932 (H100), 64 rows 1,070 and 987, 1,114
-    and 988, 32 rows 671 and 807; 8B 32 rows 5,122 and 5,061, 6,159 and 5,992, 24 rows no gain, 48
-    rows 6,805 and 7,420 (H100); 135M 64 rows 643 and 736."""
+    """True if warpgroups are faster, by measurements of five models (docs/log/launch-shapes.md)."""
     if not all(product.fits_warpgroups for product in products.values()):
         return False
     if config.hidden >= 3072:
@@ -1029,8 +1008,7 @@ def _cluster_shape(config: LlamaConfig, context: int, multiprocessors: int) -> A
 
     A head's 8 blocks merge in their cluster, so separate reads of keys for each query head cost
     less than more queries in fewer, larger blocks, as long as the device holds all blocks.  Two
-    query heads share keys if nearly every multiprocessor still has a block (1B, H200: 650 -> 645 us
-    a step).
+    query heads share keys if nearly every multiprocessor still has a block.
     """
     group = config.heads // config.kv_heads
     divisors = [n for n in range(1, 8) if group % n == 0]
