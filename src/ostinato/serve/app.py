@@ -57,6 +57,7 @@ from ostinato.serve.protocol import (
     call_chunks,
     chunk_object,
     event_text,
+    fault,
     model_object,
     parse_json,
     read_request,
@@ -284,11 +285,8 @@ class Service:
         kept = self._with_calls(wanted)
         for token, _ in wanted.sampling.logit_bias:
             if token >= vocabulary:
-                raise ApiError(
-                    400,
-                    f"logit_bias: there are token ids 0 to {vocabulary - 1} only",
-                    param="logit_bias",
-                )
+                words = f"logit_bias: there are token ids 0 to {vocabulary - 1} only"
+                raise ApiError(400, words, param="logit_bias")
         for prompt in wanted.prompts:
             if _size(prompt) > context * _CHARACTERS_PER_TOKEN:
                 raise ApiError(
@@ -349,20 +347,17 @@ class Service:
         arguments must match a schema, or where the answer may be a call in place of what the
         request's grammar says."""
         chat, given = wanted.prompts[0], wanted.grammar
-        if (
-            not isinstance(chat, Chat)
-            or not chat.tools
-            or not (given or chat.forced or chat.strict)
-        ):
+        if not isinstance(chat, Chat) or not chat.tools:
             return given
+        if not (given or chat.forced or chat.strict):
+            return None
         param = "tool_choice" if chat.forced else given.param if given else "tools"
         answer = None
         if given and given.kind == "json_schema":
             with suppress(ValueError, RecursionError):
                 answer = json.loads(given.text)
         if given and not isinstance(answer, dict):
-            words = f"{given.param} must be a JSON schema, an object, where there are tools"
-            raise ApiError(400, words, param=given.param)
+            raise fault(given.param, "must be a JSON schema, an object, where there are tools")
         shown = self._shown(chat)
         assert self.tool_format is not None, "or there were no words to show"
         tokenizer = self.engine.generator.tokenizer
@@ -391,8 +386,7 @@ class Service:
         try:
             return self._grammars.compile(wanted.kind, wanted.text)
         except (InputError, NotAvailableError) as error:
-            param = wanted.param
-            raise ApiError(400, f"{param}: {error}", param=param) from None
+            raise ApiError(400, f"{wanted.param}: {error}", param=wanted.param) from None
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -414,12 +408,11 @@ class Service:
         if not chat.uses_tools:
             return frozenset()
         if self.tool_format is None:
-            raise ApiError(
-                400,
-                "tools cannot be used: the chat template of this model has none, or writes calls "
-                "in a format that this server does not know",
-                param="tools",
-                code="unsupported_parameter",
+            raise fault(
+                "tools",
+                "cannot be used: the chat template of this model has none, or writes calls in a "
+                "format that this server does not know",
+                "unsupported_parameter",
             )
         tokenizer, words = self.engine.generator.tokenizer, self.tool_format.words
         return frozenset(one for one in tokenizer.special_ids if tokenizer.token_text(one) in words)

@@ -148,6 +148,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, **fields}}
 
 
+def fault(param: str, words: str, code: str | None = None) -> ApiError:
+    """Returns the error of a field of a request: its name, followed by what is wrong with it."""
+    return ApiError(400, f"{param} {words}", param=param, code=code)
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Text messages of the roles system, user, assistant and tool, as chat templates take them.
@@ -251,7 +256,7 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     fields = _Fields(given)
     model = fields.take("model", _text, None)
     if model is None:
-        raise ApiError(400, "model is missing", param="model")
+        raise fault("model", "is missing")
     prompts, most, repeated = _TAKE[kind](fields)
     grammar = None if kind == "response" else _take_grammar(fields)
     if kind == "response" and (found := _response_format(repeated["text"]["format"])) is not None:
@@ -260,7 +265,7 @@ def read_request(given: object, kind: Kind, sampling: SamplingOptions) -> Comple
     stream = fields.take("stream", _flag, False)
     options = fields.take("stream_options", _stream_options, None)
     if options is not None and not stream:
-        raise ApiError(400, "stream_options needs stream", param="stream_options")
+        raise fault("stream_options", "needs stream")
     named: dict[str, Any] = {
         "temperature": fields.take("temperature", _number, None),
         "top_p": fields.take("top_p", _number, None),
@@ -301,34 +306,28 @@ _Taken: TypeAlias = tuple[tuple[Prompt, ...], int | None, Mapping[str, Any]]
 
 
 def _take_completion(fields: _Fields) -> _Taken:
-    nothing: tuple[Prompt, ...] = ()
-    prompts = fields.take("prompt", _prompts, nothing)
-    if not prompts:
-        raise ApiError(400, "prompt is missing", param="prompt")
+    prompts = fields.take("prompt", _prompts, None)
+    if prompts is None:
+        raise fault("prompt", "is missing")
     return prompts, fields.take("max_tokens", _most, _COMPLETION_TOKENS), {}
 
 
 def _take_chat(fields: _Fields) -> _Taken:
     messages = fields.take("messages", _messages, None)
     if messages is None:
-        raise ApiError(400, "messages is missing", param="messages")
+        raise fault("messages", "is missing")
     continues = fields.take("continue_final_message", _flag, False)
     if continues and messages[-1]["role"] != "assistant":
-        raise ApiError(
-            400,
-            "continue_final_message needs a message of the assistant at the end",
-            param="continue_final_message",
-        )
+        raise fault("continue_final_message", "needs a message of the assistant at the end")
     if fields.take("add_generation_prompt", _flag, not continues) is continues:
-        raise ApiError(
-            400,
-            "add_generation_prompt must be true, or false with continue_final_message",
-            param="add_generation_prompt",
-        )
+        words = "must be true, or false with continue_final_message"
+        raise fault("add_generation_prompt", words)
     most = fields.take("max_completion_tokens", _most, fields.take("max_tokens", _most, None))
-    chat = _take_tools(fields, Chat(messages, _take_template_args(fields), continues))
+    chat = _take_tools(
+        fields, Chat(messages, fields.take("chat_template_kwargs", _template_args, {}), continues)
+    )
     if chat.tools and continues:
-        raise ApiError(400, "tools cannot be used with continue_final_message", param="tools")
+        raise fault("tools", "cannot be used with continue_final_message")
     return (chat,), most, {}
 
 
@@ -343,7 +342,7 @@ def _take_response(fields: _Fields) -> _Taken:
             )
     messages = fields.take("input", _items, None)
     if messages is None:
-        raise ApiError(400, "input is missing", param="input")
+        raise fault("input", "is missing")
     instructions = fields.take("instructions", _said, None)
     if instructions is not None:
         messages = ({"role": "system", "content": instructions}, *messages)
@@ -355,7 +354,9 @@ def _take_response(fields: _Fields) -> _Taken:
         "metadata": fields.take("metadata", _metadata, nothing),
         "text": fields.take("text", _text_format, {"format": {"type": "text"}}),
     }
-    chat = _take_tools(fields, Chat(messages, _take_template_args(fields)), repeated)
+    chat = _take_tools(
+        fields, Chat(messages, fields.take("chat_template_kwargs", _template_args, {})), repeated
+    )
     return (chat,), most, repeated
 
 
@@ -388,33 +389,26 @@ def _take_tools(fields: _Fields, chat: Chat, repeated: dict[str, object] | None 
     )
 
 
-def _take_template_args(fields: _Fields) -> Mapping[str, object]:
-    none: Mapping[str, object] = {}
-    return fields.take("chat_template_kwargs", _template_args, none)
-
-
 def _take_logprobs(fields: _Fields, kind: Kind) -> int | None:
     if kind == "response":
         return None
     if kind == "completion":
         if fields.take("top_logprobs", _integer, 0):
-            raise ApiError(
-                400, "top_logprobs is for chats; logprobs has the number", param="top_logprobs"
-            )
+            raise fault("top_logprobs", "is for chats; logprobs has the number")
         return fields.take("logprobs", _logprobs, None)
     wanted = fields.take("logprobs", _flag, False)
     top = fields.take("top_logprobs", _integer, 0)
     if not 0 <= top <= _MOST_LOGPROBS:
-        raise ApiError(400, f"top_logprobs must be 0 to {_MOST_LOGPROBS}", param="top_logprobs")
+        raise fault("top_logprobs", f"must be 0 to {_MOST_LOGPROBS}")
     if top and not wanted:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        raise fault("top_logprobs", "needs logprobs: true")
     return top if wanted else None
 
 
 def _take_echo(fields: _Fields, kind: Kind) -> bool:
     echo = kind != "response" and fields.take("echo", _flag, False)
     if echo and kind == "chat":
-        raise ApiError(400, "echo is for completions", param="echo", code="unsupported_parameter")
+        raise fault("echo", "is for completions", "unsupported_parameter")
     return echo
 
 
@@ -429,7 +423,7 @@ def _take_grammar(fields: _Fields) -> WantedGrammar | None:
     given = [WantedGrammar(name, *value) for name, value in named.items() if value is not None]
     if len(given) > 1:
         one, other = (each.param for each in given[:2])
-        raise ApiError(400, f"{other} is one too many beside {one}", param=other)
+        raise fault(other, f"is one too many beside {one}")
     return given[0] if given else None
 
 
@@ -455,7 +449,7 @@ class _Fields:
         try:
             return read(value)
         except ValueError as error:
-            raise ApiError(400, f"{name} {error}", param=name) from None
+            raise fault(name, str(error)) from None
 
     def end(self, neutral: Mapping[str, tuple[object, ...]]) -> None:
         """Raises ApiError if a field that was not read is unknown or would change the answer;
@@ -469,12 +463,8 @@ class _Fields:
                     400, f"unknown field {name[:80]!r}", param=name[:80], code="unknown_parameter"
                 )
             if not any(_same(value, one) for one in known):
-                raise ApiError(
-                    400,
-                    f"{name} is not supported by this server; leave it out",
-                    param=name,
-                    code="unsupported_parameter",
-                )
+                words = "is not supported by this server; leave it out"
+                raise fault(name, words, "unsupported_parameter")
 
 
 def _same(value: object, known: object) -> bool:
@@ -682,8 +672,7 @@ def _tools(value: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or len(value) > _MOST_TOOLS:
         raise ValueError(f"must be a list of {_MOST_TOOLS} functions at most")
     tools = tuple(_tool(one, index) for index, one in enumerate(value))
-    names = [one["function"]["name"] for one in tools]
-    if len({*names}) < len(names):
+    if len({one["function"]["name"] for one in tools}) < len(tools):
         raise ValueError("must have a name of its own for each function")
     return tools
 
