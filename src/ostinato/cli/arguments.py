@@ -237,7 +237,10 @@ TemplateArgs = Annotated[
         "is taken as such, any other as text. May be given several times.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Rows = Annotated[
+    int, typer.Option(min=1, max=64, help="Rows of the step: 1 for single-token decode.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[
     str | None,
     typer.Option(help='"host", "cuda:0", ...; by default the GPU where there is one.'),

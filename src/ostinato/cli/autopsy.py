@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ostinato.cli import graph
-from ostinato.cli.arguments import AsJson, expanded
+from ostinato.cli.arguments import AsJson, DeviceName, expanded
 from ostinato.cli.plain import say
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def autopsy(
     ] = None,
     constants: graph.Constants = None,
     code: graph.Code = None,
-    device: graph.DeviceName = None,
+    device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the report on a replay that failed.

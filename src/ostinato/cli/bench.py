@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ostinato.cli.arguments import TensorParallel, expanded, finite, ready_file, ready_folder
+from ostinato.cli import arguments
+from ostinato.cli.arguments import expanded, finite, ready_file, ready_folder
 from ostinato.cli.endings import FAILED
 from ostinato.cli.plain import plain, say
 from ostinato.cli.progress import fetched
@@ -112,8 +113,8 @@ def bench(
             "graph.",
         ),
     ] = False,
-    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", ...')] = None,
-    tensor_parallel: TensorParallel = 1,
+    device: arguments.DeviceName = None,
+    tensor_parallel: arguments.TensorParallel = 1,
     out: Annotated[
         Path | None,
         typer.Option(callback=expanded, help="Write the result file to this folder."),
@@ -121,9 +122,7 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(callback=expanded, help="Write a picture (SVG) to this file.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else: the result.")
-    ] = False,
+    as_json: arguments.AsJson = False,
 ) -> None:
     """Measure decoding, by each way of launching.
 

@@ -74,9 +74,7 @@ def generate(
     ] = Build.capture,
     tokens_per_launch: arguments.TokensPerLaunch = 1,
     lookup: arguments.Lookup = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else: the summary.")
-    ] = False,
+    as_json: arguments.AsJson = False,
     stream_json: Annotated[
         bool,
         typer.Option(

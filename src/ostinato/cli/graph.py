@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ostinato.cli.arguments import AsJson, expanded, ready_file
+from ostinato.cli.arguments import AsJson, DeviceName, Rows, expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.errors import InputError, NotAvailableError
@@ -47,14 +47,13 @@ Inputs = Annotated[
     Path | None,
     typer.Option(callback=expanded, help="Inputs by name, in NumPy's .npz; the others are zeros."),
 ]
-DeviceName = Annotated[str | None, typer.Option("--device", help='"host", "cuda:0", ...')]
 
 
 @app.command()
 def save(
     path: File,
     model: Annotated[str, typer.Option(help="As for `ostinato generate`.")] = "smollm2-135m",
-    rows: Annotated[int, typer.Option(min=1, max=64, help="Rows of the decode step.")] = 1,
+    rows: Rows = 1,
     context: Annotated[int, typer.Option(min=16, help="Positions of its cache.")] = 512,
     device: DeviceName = None,
 ) -> None:

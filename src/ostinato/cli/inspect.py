@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ostinato.cli.arguments import expanded, ready_file
+from ostinato.cli.arguments import AsJson, DeviceName, Rows, expanded, ready_file
 from ostinato.cli.plain import say
 from ostinato.cli.progress import fetched
 from ostinato.models.arguments import counted
@@ -31,13 +31,9 @@ def inspect(
         What, typer.Argument(help="decode (with the choice of a token) or prefill (without).")
     ] = What.decode,
     model: Annotated[str, typer.Option(help="As for `ostinato generate`.")] = "smollm2-135m",
-    rows: Annotated[
-        int, typer.Option(min=1, max=64, help="Rows of the step: 1 for single-token decode.")
-    ] = 1,
-    device: Annotated[str | None, typer.Option(help='"host", "cuda:0", ...')] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The whole graph as one JSON object.")
-    ] = False,
+    rows: Rows = 1,
+    device: DeviceName = None,
+    as_json: AsJson = False,
     dot: Annotated[bool, typer.Option("--dot", help="In Graphviz' language.")] = False,
     svg: Annotated[
         Path | None, typer.Option(callback=expanded, help="Write a picture to this file.")

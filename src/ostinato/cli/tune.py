@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ostinato.cli.arguments import AsJson, finite, require_readable
+from ostinato.cli.arguments import AsJson, DeviceName, Rows, finite, require_readable
 from ostinato.cli.bench import numbers, status, subject_of
 from ostinato.cli.plain import say
 from ostinato.errors import NotAvailableError
@@ -31,9 +31,7 @@ def tune(
         str | None,
         typer.Option(help="Or for a known shape with random weights: 135M, 360M, 1B, 8B."),
     ] = None,
-    rows: Annotated[
-        int, typer.Option(min=1, max=64, help="Rows of the step: 1 for single-token decode.")
-    ] = 1,
+    rows: Rows = 1,
     context: Annotated[
         str,
         typer.Option(help="Positions at which a step is timed; the first decides most shapes."),
@@ -44,7 +42,7 @@ def tune(
             min=1, callback=finite, help="About how long to search, without loading weights."
         ),
     ] = 60.0,
-    device: Annotated[str | None, typer.Option(help='"cuda:0", ...')] = None,
+    device: DeviceName = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Search and show, but store nothing.")
     ] = False,
