@@ -1,4 +1,5 @@
-/* Thirty-two bytes in a register, and the conversion of a half float, for x86 processors. */
+/* Thirty-two bytes in a register, the conversion of a half float, and the sum of eight floats, for x86
+ * processors. */
 
 #include <immintrin.h>
 
@@ -9,6 +10,13 @@ INLINE float scalar_f16(const uint8_t *from)
     uint16_t bits;
     memcpy(&bits, from, 2);
     return _cvtsh_ss(bits);
+}
+
+INLINE float sum_8(__m256 eight)
+{
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
 INLINE bytes32 bytes_load(const uint8_t *from)

@@ -67,6 +67,22 @@ INLINE void k_scales(const uint8_t *block, float *out)
 
 /* NAME_values unpacks thirty-two values, part `sub` of block `i` of a group, with the same bits as
  * `models.files.dequantise`. */
+#define UNUSED __attribute__((unused))
+#define VALUES(NAME)                                                                               \
+    INLINE void NAME##_values(const uint8_t *block, UNUSED const float *scales, UNUSED uint32_t i, \
+                              UNUSED int sub, lanes *a, lanes *b)
+
+INLINE void scaled(bytes32 codes, lanes scale, lanes *a, lanes *b)
+{
+    *a = lanes_mul(bytes_first(codes), scale);
+    *b = lanes_mul(bytes_second(codes), scale);
+}
+INLINE void scaled_from(bytes32 codes, lanes scale, lanes least, lanes *a, lanes *b)
+{
+    scaled(codes, scale, a, b);
+    *a = lanes_add(*a, least);
+    *b = lanes_add(*b, least);
+}
 
 /* The scales are read from the block itself. */
 #define NOTHING_TO_GATHER(NAME, SET_SCALES)                                                        \
@@ -94,29 +110,20 @@ INLINE void k_scales(const uint8_t *block, float *out)
 
 /* Converting these scales one by one is fast enough: memory is slower. */
 NOTHING_TO_GATHER(q8_0, (void)0)
-INLINE void q8_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q8_0)
 {
-    (void)scales, (void)i, (void)sub;
-    lanes scale = lanes_set(scalar_f16(block));
-    bytes32 codes = bytes_load(block + 2);
-    *a = lanes_mul(bytes_first(codes), scale);
-    *b = lanes_mul(bytes_second(codes), scale);
+    scaled(bytes_load(block + 2), lanes_set(scalar_f16(block)), a, b);
 }
 
 HALVES_TO_GATHER(q4_0, 18, 1)
-INLINE void q4_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q4_0)
 {
-    (void)sub;
     codes_of_16_bytes(codes_centred(lanes_set(scales[i]), 8.0f), block + 2, a, b);
 }
 
 HALVES_TO_GATHER(q4_1, 20, 2)
-INLINE void q4_1_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q4_1)
 {
-    (void)sub;
     lanes scale = lanes_set(scales[2 * i]), least = lanes_set(scales[2 * i + 1]);
     codes_of_16_bytes(codes_affine(scale, least), block + 4, a, b);
 }
@@ -128,67 +135,45 @@ INLINE bytes32 codes_of_five_bits(const uint8_t *from)
 }
 
 HALVES_TO_GATHER(q5_0, 22, 1)
-INLINE void q5_0_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q5_0)
 {
-    (void)sub;
-    lanes scale = lanes_set(scales[i]);
-    bytes32 codes = bytes_sub(codes_of_five_bits(block + 2), 16);
-    *a = lanes_mul(bytes_first(codes), scale);
-    *b = lanes_mul(bytes_second(codes), scale);
+    scaled(bytes_sub(codes_of_five_bits(block + 2), 16), lanes_set(scales[i]), a, b);
 }
 
 HALVES_TO_GATHER(q5_1, 24, 2)
-INLINE void q5_1_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q5_1)
 {
-    (void)sub;
     lanes scale = lanes_set(scales[2 * i]), least = lanes_set(scales[2 * i + 1]);
-    bytes32 codes = codes_of_five_bits(block + 4);
-    *a = lanes_add(lanes_mul(bytes_first(codes), scale), least);
-    *b = lanes_add(lanes_mul(bytes_second(codes), scale), least);
+    scaled_from(codes_of_five_bits(block + 4), scale, least, a, b);
 }
 
 HALVES_TO_GATHER(iq4_nl, 18, 1)
-INLINE void iq4_nl_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                          lanes *b)
+VALUES(iq4_nl)
 {
-    static const int8_t VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                      1,    13,   25,  38,  53,  69,  89,  113};
-    (void)sub;
-    lanes scale = lanes_set(scales[i]);
-    bytes32 values = bytes_look_up(VALUES, bytes_of_nibbles(block + 2));
-    *a = lanes_mul(bytes_first(values), scale);
-    *b = lanes_mul(bytes_second(values), scale);
+    static const int8_t TABLE[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                     1,    13,   25,  38,  53,  69,  89,  113};
+    scaled(bytes_look_up(TABLE, bytes_of_nibbles(block + 2)), lanes_set(scales[i]), a, b);
 }
 
 NOTHING_TO_GATHER(q4_k, k_scales(block, out))
-INLINE void q4_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q4_k)
 {
-    (void)i;
     codebook book = codes_affine(lanes_set(scales[sub]), lanes_set(scales[8 + sub]));
     codes_of_32_bytes(book, block + 16 + 32 * (sub / 2), sub % 2, a, b);
 }
 
 NOTHING_TO_GATHER(q5_k, k_scales(block, out))
-INLINE void q5_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q5_k)
 {
-    (void)i;
     lanes scale = lanes_set(scales[sub]), offset = lanes_set(scales[8 + sub]);
     bytes32 low = bytes_bits(bytes_load(block + 48 + 32 * (sub / 2)), 4 * (sub % 2), 15);
     bytes32 high = bytes_up(bytes_bits(bytes_load(block + 16), sub, 1), 4);
-    bytes32 codes = bytes_or(low, high);
-    *a = lanes_add(lanes_mul(bytes_first(codes), scale), offset);
-    *b = lanes_add(lanes_mul(bytes_second(codes), scale), offset);
+    scaled_from(bytes_or(low, high), scale, offset, a, b);
 }
 
 NOTHING_TO_GATHER(q6_k, out[0] = scalar_f16(block + 208))
-INLINE void q6_k_values(const uint8_t *block, const float *scales, uint32_t i, int sub, lanes *a,
-                        lanes *b)
+VALUES(q6_k)
 {
-    (void)i;
     const int8_t *its = (const int8_t *)block + 192 + 2 * sub;
     int half = sub / 4, quarter = sub % 4;
     bytes32 low = bytes_load(block + 64 * half + 32 * (quarter % 2));

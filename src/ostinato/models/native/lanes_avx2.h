@@ -67,10 +67,7 @@ INLINE lanes lanes_power_of_two(lanes x)
 }
 INLINE float lanes_sum(lanes x)
 {
-    __m256 eight = _mm256_add_ps(x.a, x.b);
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+    return sum_8(_mm256_add_ps(x.a, x.b));
 }
 
 INLINE lanes f16_lanes(const uint8_t *from)
