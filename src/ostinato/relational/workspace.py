@@ -53,49 +53,39 @@ class Workspace:
     def reserve(self, slots: int, right: int, probe: int, scan: ScanTopology | None) -> None:
         """Reserves a hash table of `slots` slots, memory to build an index of `right` right rows,
         and memory to probe with the left class `probe`; 0 for what is not needed."""
+        device = self._device
         if slots > self._slots:
-            self._reserve_table(slots)
+            require_no_capture(self._stream)
+            table = device.empty(slots * SLOT.itemsize, "bytes")
+            fill(self._stream, table, 0)
+            with uninterrupted:
+                old = self._replace("table", table)
+                self._slots, self.slots = slots, table.address
+            _close(old)
         if right > self._right:
-            self._reserve_build(right)
+            require_no_capture(self._stream)
+            capacity = capacity_class(right)
+            build = device.empty((3, capacity), np.uint32)
+            with uninterrupted:
+                old = self._replace("build", build)
+                self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
+                self._right = capacity
+            _close(old)
         if probe > self._left and scan is not None:
-            self._reserve_probe(probe, scan)
+            require_no_capture(self._stream)
+            # All at once: smaller classes need fewer sums too, so comparing `probe` is enough.
+            sums = device.empty(max(1, sum(scan.scratch)), np.uint64)
+            found, offsets = device.empty(probe, np.uint32), device.empty(probe, np.uint32)
+            with uninterrupted:
+                old = self._replace("probe", found, offsets, sums)
+                self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
+                self._left = probe
+            _close(old)
 
     def _replace(self, use: str, *buffers: Buffer) -> tuple[Buffer, ...]:
         self.growths += 1
         old, self._buffers[use] = self._buffers[use], buffers
         return old
-
-    def _reserve_table(self, slots: int) -> None:
-        require_no_capture(self._stream)
-        table = self._device.empty(slots * SLOT.itemsize, "bytes")
-        fill(self._stream, table, 0)
-        with uninterrupted:
-            old = self._replace("table", table)
-            self.slots = table.address
-            self._slots = slots
-        _close(old)
-
-    def _reserve_build(self, rows: int) -> None:
-        require_no_capture(self._stream)
-        capacity = capacity_class(rows)
-        build = self._device.empty((3, capacity), np.uint32)
-        with uninterrupted:
-            old = self._replace("build", build)
-            self.slot_of, self.rank, self.grouped = (build[i].address for i in range(3))
-            self._right = capacity
-        _close(old)
-
-    def _reserve_probe(self, probe: int, scan: ScanTopology) -> None:
-        require_no_capture(self._stream)
-        # All three at once: smaller classes need fewer sums too, so comparing `probe` is enough.
-        sums = self._device.empty(max(1, sum(scan.scratch)), np.uint64)
-        found = self._device.empty(probe, np.uint32)
-        offsets = self._device.empty(probe, np.uint32)
-        with uninterrupted:
-            old = self._replace("probe", found, offsets, sums)
-            self.found, self.offsets, self.sums = found.address, offsets.address, sums.address
-            self._left = probe
-        _close(old)
 
     def clean(self) -> None:
         """Clears the table after a join that may not have finished."""
