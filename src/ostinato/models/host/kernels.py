@@ -274,31 +274,32 @@ def _heads_to_cache(parts: Floats, a: Given) -> None:
         values[where] = parts[rows, heads + a.kv_heads :].transpose(1, 0, 2)
 
 
+def _qkv(a: Given, out: Floats) -> Floats:
+    """Computes queries, keys and values of the normed residual into `out`; returns them, [rows up
+    to the last active one, all heads]."""
+    used, width = _used_rows(a.live, a.row_count), (a.heads + 2 * a.kv_heads) * a.head_size
+    made: Floats = _matrix(out, used, width)
+    if used:
+        before = _normed(_matrix(a.x, used, a.hidden), a.norm, a.epsilon)
+        _product(_matrix(a.weight, width, a.hidden), before, made)
+    return made
+
+
 @kernel(HOST_KERNELS)
 def norm_qkv_rope(a: Given) -> None:
     """Norms the residual, computes queries, keys and values, applies rope, and writes keys and
     values to the cache.  `bias`: added to queries, keys and values, or None."""
-    used = _used_rows(a.live, a.row_count)
-    if not used:
-        return
-    width = (a.heads + 2 * a.kv_heads) * a.head_size
-    qkv = _matrix(a.workspace, used, width)
-    before = _normed(_matrix(a.x, used, a.hidden), a.norm, a.epsilon)
-    _product(_matrix(a.weight, width, a.hidden), before, qkv)
-    if a.bias is not None:
-        qkv += a.bias[:width]
-    parts = qkv.reshape(used, -1, a.head_size)
-    _heads_to_cache(parts, a)
+    qkv = _qkv(a, a.workspace)
+    if len(qkv):
+        if a.bias is not None:
+            qkv += a.bias[: qkv.shape[1]]
+        _heads_to_cache(qkv.reshape(len(qkv), -1, a.head_size), a)
 
 
 @kernel(HOST_KERNELS)
 def norm_qkv(a: Given) -> None:
     """Norms the residual and computes queries, keys and values: `qkv` is [rows, all heads]."""
-    used = _used_rows(a.live, a.row_count)
-    if used:
-        width = (a.heads + 2 * a.kv_heads) * a.head_size
-        before = _normed(_matrix(a.x, used, a.hidden), a.norm, a.epsilon)
-        _product(_matrix(a.weight, width, a.hidden), before, _matrix(a.qkv, used, width))
+    _qkv(a, a.qkv)
 
 
 @kernel(HOST_KERNELS)
