@@ -25,18 +25,24 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _MOST_TEMPERATURE = 3.4e38
+_LEAST_TOP_P = math.nextafter(0.0, 1.0)
 _LEAST_PENALTY, _MOST_PENALTY = 0.01, 100.0
 _MOST_ADDED = 2.0
 _MOST_BIAS = 100.0
 
 
-def _added(value: float, name: str) -> float:
+def _within(value: float, name: str, least: float, most: float, wanted: str = "") -> float:
+    """Returns a finite number from `least` to `most`.  Raises InputError; `wanted` is how the
+    error describes them."""
     found = number(value, name)
-    if not -_MOST_ADDED <= found <= _MOST_ADDED:
-        raise InputError(
-            f"{name} is {found}, must be {-_MOST_ADDED:g} to {_MOST_ADDED:g}; 0 is off"
-        )
+    if not least <= found <= most:
+        raise InputError(f"{name} is {found}, must be {wanted or f'{least:g} to {most:g}'}")
     return found
+
+
+def _added(value: float, name: str) -> float:
+    words = f"{-_MOST_ADDED:g} to {_MOST_ADDED:g}; 0 is off"
+    return _within(value, name, -_MOST_ADDED, _MOST_ADDED, words)
 
 
 def _biases(
@@ -52,12 +58,7 @@ def _biases(
     found = {}
     for token, bias in pairs:
         token = whole(token, "logit_bias token", 0)
-        found[token] = number(bias, f"logit_bias of token {token}")
-        if not -_MOST_BIAS <= found[token] <= _MOST_BIAS:
-            raise InputError(
-                f"logit_bias of token {token} is {found[token]}, must be {-_MOST_BIAS:g} to "
-                f"{_MOST_BIAS:g}"
-            )
+        found[token] = _within(bias, f"logit_bias of token {token}", -_MOST_BIAS, _MOST_BIAS)
     if len(found) > MOST_BIASES:
         raise InputError(f"logit_bias has {len(found)} tokens; {MOST_BIASES} at most")
     return tuple(sorted((token, bias) for token, bias in found.items() if bias))
@@ -109,24 +110,14 @@ class SamplingOptions(_Sampling):
         presence_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
     ) -> None:
-        temperature = number(temperature, "temperature")
         # A larger one is infinite in float32, and minus infinity divided by infinity is NaN.
-        if not 0 <= temperature <= _MOST_TEMPERATURE:
-            raise InputError(
-                f"temperature is {temperature}, must be 0 (greedy) to {_MOST_TEMPERATURE:g}"
-            )
-        top_p = number(top_p, "top_p")
-        if not 0 < top_p <= 1:
-            raise InputError(f"top_p is {top_p}, must be above 0 and at most 1 (off)")
-        min_p = number(min_p, "min_p")
-        if not 0 <= min_p <= 1:
-            raise InputError(f"min_p is {min_p}, must be 0 (off) to 1")
-        penalty = number(repetition_penalty, "repetition_penalty")
-        if not _LEAST_PENALTY <= penalty <= _MOST_PENALTY:
-            raise InputError(
-                f"repetition_penalty is {penalty}, must be {_LEAST_PENALTY:g} to "
-                f"{_MOST_PENALTY:g}; 1 is off"
-            )
+        words = f"0 (greedy) to {_MOST_TEMPERATURE:g}"
+        temperature = _within(temperature, "temperature", 0, _MOST_TEMPERATURE, words)
+        top_p = _within(top_p, "top_p", _LEAST_TOP_P, 1, "above 0 and at most 1 (off)")
+        min_p = _within(min_p, "min_p", 0, 1, "0 (off) to 1")
+        least, most = _LEAST_PENALTY, _MOST_PENALTY
+        words = f"{least:g} to {most:g}; 1 is off"
+        penalty = _within(repetition_penalty, "repetition_penalty", least, most, words)
         # Plain numbers from here on: arithmetic with NumPy's would wrap around.
         super().__init__(
             temperature,
