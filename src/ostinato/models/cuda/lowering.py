@@ -48,6 +48,8 @@ from ostinato.models.cuda.shapes import (
     MAX_ROWS,
     PRODUCT_CALLS,
     ROUNDED_CALLS,
+    AttentionShape,
+    BlockShape,
     MatrixShape,
     PackedShape,
     Product,
@@ -454,18 +456,22 @@ class Lowering:
         """
         shape, c, block = self.shape_macros, self.config, self.tuning.block
         vocabulary = given.get("vocabulary", c.vocabulary)
+        head = self.head_packing
         found: dict[str, object]
-        names: tuple[str, ...]
+
+        def some(*names: str) -> dict[str, object]:
+            return {name: shape[name] for name in names if name in shape}
+
+        def fields(prefix: str, record: AttentionShape | BlockShape) -> dict[str, object]:
+            return {f"{prefix}_{name.upper()}": value for name, value in asdict(record).items()}
+
         if kernel in _OF_ONE:
-            name = PRODUCT_CALLS[_OF_ONE[kernel]]
             from ostinato.distributed.exchange import SUMS_MACROS
 
             template = "Shape" if packing is None else "PackedShape"
-            found = shape | self._product_macros(template, name, packing)
+            found = shape | self._product_macros(template, PRODUCT_CALLS[_OF_ONE[kernel]], packing)
             found |= SUMS_MACROS | {"RANKS": given["ranks"]}
             found["RESIDENT_BLOCKS"] = self.resident(kernel, packing)
-            if packing is not None:
-                found["PACKED"] = 1
         elif kernel in PRODUCTS_OF:
             found = dict(shape)
             calls = PRODUCT_CALLS if kernel in PRODUCT_CALLS else _OF_ROUNDED
@@ -475,7 +481,6 @@ class Lowering:
                 elif packing is not None and call == kernel:
                     template = "PackedMatrixShape" if self.tuning.tiles else "PackedShape"
                     found |= self._product_macros(template, name, packing)
-                    found["PACKED"] = 1
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
         elif kernel == CARRYING_SUM:
@@ -487,10 +492,8 @@ class Lowering:
                 f"EXCHANGE_{name.upper()}": given[name] for name in ("words", "header", "scattered")
             }
         elif kernel == "attention":
-            names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED", "PANELS")
-            found = {k: shape[k] for k in names if k in shape}
-            for name, value in asdict(self.tuning.attention).items():
-                found[f"ATTENTION_{name.upper()}"] = value
+            found = some("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED", "PANELS")
+            found |= fields("ATTENTION", self.tuning.attention)
             tiled = attends_in_tiles(c, self.rows, self.tuning.shared)
             found["ATTENTION_TILED"] = int(tiled)
             before = self.blocked[self.blocked.index(kernel) - 1]
@@ -499,45 +502,39 @@ class Lowering:
                 found["ROUND_ATTENDED"] = 1
             found["PREVIOUS_STARTS"] = self.starts(before)
         elif kernel == "norm_rope":
-            names = ("HEADS", "KV_HEADS", "HEAD_SIZE", "QKV_BIAS", "QK_NORM")
-            found = {k: shape[k] for k in names if k in shape}
+            found = some("HEADS", "KV_HEADS", "HEAD_SIZE", "QKV_BIAS", "QK_NORM")
             found["ROPE_THREADS"] = _ROPE_THREADS
         elif kernel == "attention_block":
             assert block is not None
-            found = dict(shape)
-            for name, value in asdict(block).items():
-                found[f"BLOCK_{name.upper()}"] = value
+            found = shape | fields("BLOCK", block)
         elif kernel in ("sample", "sample_of_ranks"):
             found = {"VOCAB": vocabulary, "STOPS": given["stop_count"]}
             found |= {"MOST_BIASES": MOST_BIASES, "MOST_LOGPROBS": MOST_LOGPROBS}
             found["SAMPLE_THREADS"] = _ROW_THREADS[kernel]
             if kernel == "sample":
                 before = "rounded_head" if self.tuning.tiles else "head"
-                found["HEAD_BLOCKS"] = self.blocks("head", self.head_packing)
-                found["HEAD_TOKENS"] = 2 * self.shape("head", self.head_packing).block_pairs
+                found["HEAD_BLOCKS"] = self.blocks("head", head)
+                found["HEAD_TOKENS"] = 2 * self.shape("head", head).block_pairs
                 found["PREVIOUS_STARTS"] = self.starts(before)
             else:
                 ranks = given["ranks"]
                 assert isinstance(vocabulary, int) and isinstance(ranks, int)
                 found |= {"HEAD_BLOCKS": ranks, "RANKS": ranks, "HEAD_TOKENS": vocabulary // ranks}
-        elif kernel == "draft":
-            found = {"ROWS": self.rows, "LOOKUP_THREADS": _LOOKUP_THREADS, "DRAFT_KEY": DRAFT_KEY}
-        elif kernel == "accept":
+        elif kernel in ("draft", "accept"):
             found = {"ROWS": self.rows, "LOOKUP_THREADS": _LOOKUP_THREADS}
-            found |= {"STOPS": given["stop_count"]}
-            found["HEAD_BLOCKS"] = self.blocks("head", self.head_packing)
+            if kernel == "draft":
+                found["DRAFT_KEY"] = DRAFT_KEY
+            else:
+                found |= {"STOPS": given["stop_count"], "HEAD_BLOCKS": self.blocks("head", head)}
         elif kernel == "best_of_part":
-            found = {"HEAD_BLOCKS": self.blocks("head", self.head_packing)}
+            found = {"HEAD_BLOCKS": self.blocks("head", head)}
         elif kernel == "best_of_ranks":
             found = {"RANKS": given["ranks"], "STOPS": given["stop_count"]}
         elif kernel == "continue_loop":
             found = {"ROWS": self.rows}
         else:
-            found = {
-                "HIDDEN": c.hidden,
-                "VOCAB": vocabulary,
-                "EMBED_THREADS": _ROW_THREADS["embed"],
-            }
+            threads = _ROW_THREADS["embed"]
+            found = {"HIDDEN": c.hidden, "VOCAB": vocabulary, "EMBED_THREADS": threads}
             if packing is not None:
                 found |= {"PACKED": 1, "EMBED_FORMAT": packing[0].kind}
         found["START_NEXT"] = self.starts(kernel)
@@ -547,7 +544,8 @@ class Lowering:
         self, template: str, name: str, packing: _Packing = None
     ) -> dict[str, object]:
         cut = _shape_type(template, self.shape(name, packing), packing or ())
-        return {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
+        found = {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
+        return found if packing is None else found | {"PACKED": 1}
 
     def arch(self, kernel: str, packing: _Packing) -> str | None:
         """Returns the architecture to compile a kernel for; None for the device's own."""
