@@ -66,16 +66,14 @@ class DecodeOptions:
 
     def require(self, config: LlamaConfig) -> None:
         """Raises InputError for options that are invalid or do not fit a model of this shape."""
-        for name, values in (("batch", self.batches), ("context", self.contexts)):
-            if not values:
+        for name, given, needed in (  # these identify runs
+            ("batch", self.batches, True),
+            ("context", self.contexts, True),
+            ("number of tokens a launch", self.tokens_per_launch, False),
+            ("prompt", self.prompts, False),
+        ):
+            if needed and not given:
                 raise InputError(f"no {name} was given")
-        once: dict[str, tuple[object, ...]] = {
-            "batch": self.batches,
-            "context": self.contexts,
-            "number of tokens a launch": self.tokens_per_launch,
-            "prompt": self.prompts,
-        }
-        for name, given in once.items():  # these identify runs
             if len(set(given)) != len(given):
                 raise InputError(f"a {name} was given twice: {', '.join(map(str, given))}")
         for batch in self.batches:

@@ -72,17 +72,14 @@ _SUM_SLOTS = 16384  # most values of a sum that kernels exchange themselves
 _SUM_TABLE = 32
 SUMS_MACROS = {"SUM_SLOTS": _SUM_SLOTS, "SUM_TABLE": _SUM_TABLE}
 """The layout of `ExchangeCollectives.sums`, for kernels that exchange sums themselves."""
+_ACCUMULATE = "order: *u32, target: *f32, partial: *f32, table: *const u64, count: u32, rank: u32"
+_REDUCE = _ACCUMULATE.replace("target: *f32, partial: *f32", "source: *const f32, out: *out f32")
 _SIGNATURES = {
-    "exchange_accumulate": "order: *u32, target: *f32, partial: *f32, table: *const u64, "
-    "count: u32, rank: u32",
-    "exchange_reduce": "order: *u32, source: *const f32, out: *out f32, table: *const u64, "
-    "count: u32, rank: u32",
-    "scattered_accumulate": "order: *u32, target: *f32, partial: *f32, table: *const u64, "
-    "count: u32, rank: u32",
-    "scattered_reduce": "order: *u32, source: *const f32, out: *out f32, table: *const u64, "
-    "count: u32, rank: u32",
-    "exchange_gather": "order: *u32, source: *const u32, out: *out u32, table: *const u64, "
-    "count: u32, width: u32, rank: u32",
+    **dict.fromkeys(("exchange_accumulate", "scattered_accumulate"), _ACCUMULATE),
+    **dict.fromkeys(("exchange_reduce", "scattered_reduce"), _REDUCE),
+    "exchange_gather": _REDUCE.replace("f32", "u32").replace(
+        "count: u32", "count: u32, width: u32"
+    ),
 }
 
 

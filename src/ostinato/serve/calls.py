@@ -296,11 +296,12 @@ def _held(text: str, word: str) -> int:
 # --- JSON of calls, and the text of their arguments
 
 
-def _no_number(text: str) -> object:
+def no_number(text: str) -> object:
+    """Refuses NaN and infinities, which Python's parser would take."""
     raise ValueError(f"{text} is no JSON number")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_constant=no_number)
 
 
 def _read_calls(text: str, name: str | None = None) -> list[tuple[str, str]] | None:
@@ -368,15 +369,13 @@ def _skip(text: str, at: int) -> int:
 
 
 def _read_hermes(reader: CallReader, at: int) -> _Steps[_Found | None]:
-    start = yield from reader.space(at)
-    end = yield from reader.json(start)
-    calls = None if end is None else _read_calls(reader.text[start:end])
-    if end is None or calls is None:
+    found = yield from _read_json(reader, at)
+    if found is None:
         return None
-    after = yield from reader.word(end, _HERMES_END)
-    if after is None and not _HERMES_END.startswith(reader.text[end:].strip()):
+    after = yield from reader.word(found.end, _HERMES_END)
+    if after is None and not _HERMES_END.startswith(reader.text[found.end :].strip()):
         return None
-    return _Found(calls, len(reader.text) if after is None else after)
+    return _Found(found.calls, len(reader.text) if after is None else after)
 
 
 def _read_named(reader: CallReader, at: int) -> _Steps[_Found | None]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from ostinato.errors import InputError
 from ostinato.models import SamplingOptions
-from ostinato.serve.calls import ToolCall
+from ostinato.serve.calls import ToolCall, no_number
 from ostinato.serve.engine import End
 from ostinato.serve.grammar import GrammarKind
 
@@ -228,9 +228,6 @@ class CompletionRequest:
 def parse_json(body: bytes) -> object:
     """Parses a request's body.  Raises ApiError for invalid JSON, and for an object with a repeated
     field, whose value would be ambiguous."""
-
-    def no_number(text: str) -> object:
-        raise ValueError(f"{text} is no JSON number")
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)

@@ -105,7 +105,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             interleaved = {"wq": config.heads, "wk": config.kv_heads}
         for entry in header.tensors:
             if entry.name != _ROPE_FACTORS:
-                canonical = _canonical(entry.name, entry.file)
+                canonical = _WHOLE.get(entry.name) or name_in_layer(
+                    entry.name, _LAYER_NAME, _IN_LAYER, entry.file
+                )
                 heads = interleaved.get(canonical.rpartition(".")[2], 0)
                 tensors[canonical] = replace(entry, heads=heads)
         tensors = check_tensors(config, tensors, str(path))
@@ -168,12 +170,6 @@ def _read_headers(path: Path, mapped: dict[Path, mmap.mmap]) -> tuple[Path, Gguf
         )
     file, first = next(iter(parts.items()))
     return file, replace(first, tensors=tuple(tensors.values()))
-
-
-def _canonical(name: str, path: Path) -> str:
-    if name in _WHOLE:
-        return _WHOLE[name]
-    return name_in_layer(name, _LAYER_NAME, _IN_LAYER, path)
 
 
 def _config(header: GgufHeader, mapped: Mapping[Path, mmap.mmap], path: Path) -> LlamaConfig:
