@@ -67,6 +67,8 @@ from ostinato.serve.responses import ResponseWriter
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 RequestLog: TypeAlias = Callable[[Mapping[str, object]], object]
+_News: TypeAlias = dict[int, tuple[list[str | ToolCall], End | None]]
+"""What is new of answers, by their indices: texts and calls, and how it ended."""
 
 _BEGAN = "ostinato.began"
 """The key in a request's scope for the time of its beginning, by `time.monotonic`."""
@@ -759,12 +761,10 @@ class _Answering(Response):
             pass
         self._inbox.leave()
 
-    async def _take(
-        self, seconds: float | None = None
-    ) -> dict[int, tuple[list[str | ToolCall], End | None]]:
+    async def _take(self, seconds: float | None = None) -> _News:
         """Returns what is new by index of the answer: texts and calls, and its end.  Raises
         ApiError if an answer failed."""
-        found: dict[int, tuple[list[str | ToolCall], End | None]] = {}
+        found: _News = {}
         for index, update in (await self._inbox.take(seconds)).items():
             if self._answers[index].end is not None:
                 continue  # its only call ended it
@@ -832,52 +832,61 @@ class _Answering(Response):
 
     async def _stream(self, send: Send) -> None:
         """Streams the answers.  The status is sent first, so later errors are events."""
-        kind = self._wanted.kind
         await self._start(send, 200, _EVENT_STREAM)
+        if first := self._first_events():
+            await self._send(send, first.encode(), more=True)
         sent = time.monotonic()
         try:
             while self._open:
                 new = await self._take(_COMMENT_SECONDS)
-                events = []
-                for index, (pieces, end) in new.items():
-                    first = kind == "chat" and index not in self._begun
-                    lead, logprobs = self._more(index)
-                    if lead:
-                        pieces = [lead, *pieces]
-                    if (first or logprobs) and not (pieces and isinstance(pieces[0], str)):
-                        pieces = ["", *pieces]
-                    make = partial(chunk_object, kind, self._head, index)
-                    calls = self._calls[index]
-                    for piece in pieces:
-                        if isinstance(piece, str):
-                            events.append(make(piece, first=first, logprobs=logprobs))
-                            first, logprobs = False, None
-                        else:
-                            events += call_chunks(self._head, index, calls.index(piece), piece)
-                    if end is not None:
-                        events.append(make("", end=end, called=bool(calls)))
+                events = self._new_events(new)  # none for text that may become a call
+                if not events and (not new or time.monotonic() - sent >= _COMMENT_SECONDS):
+                    events = ": waiting\n\n"
                 if events:
-                    await self._events(send, events)
-                elif not new or time.monotonic() - sent >= _COMMENT_SECONDS:
-                    await self._send(send, b": waiting\n\n", more=True)
-                else:
-                    continue  # text that may become a call is held back
-                sent = time.monotonic()
-            if self._wanted.usage:
-                usage = {**chunk_object(kind, self._head, 0, ""), "choices": []}
-                await self._events(send, [{**usage, "usage": self._usage()}])
-            await self._send(send, b"data: [DONE]\n\n", more=False)
+                    await self._send(send, events.encode(), more=True)
+                    sent = time.monotonic()
+            events = self._last_events()
         except ApiError as error:
             self._status = error.status
-            await self._events(send, [error.body()], more=False)
+            events = self._error_events(error)
+        await self._send(send, events.encode(), more=False)
 
-    async def _events(
-        self, send: Send, events: Sequence[Mapping[str, Any]], *, more: bool = True
-    ) -> None:
-        """Sends server-sent events; if usage was requested, each has the field, as OpenAI's do."""
-        if self._wanted.usage:
-            events = [event if "error" in event else {"usage": None, **event} for event in events]
-        await self._send(send, "".join(map(event_text, events)).encode(), more=more)
+    def _first_events(self) -> str:
+        return ""
+
+    def _new_events(self, new: _News) -> str:
+        kind = self._wanted.kind
+        events: list[Mapping[str, Any]] = []
+        for index, (pieces, end) in new.items():
+            first = kind == "chat" and index not in self._begun
+            lead, logprobs = self._more(index)
+            if lead:
+                pieces = [lead, *pieces]
+            if (first or logprobs) and not (pieces and isinstance(pieces[0], str)):
+                pieces = ["", *pieces]
+            make = partial(chunk_object, kind, self._head, index)
+            calls = self._calls[index]
+            for piece in pieces:
+                if isinstance(piece, str):
+                    events.append(make(piece, first=first, logprobs=logprobs))
+                    first, logprobs = False, None
+                else:
+                    events += call_chunks(self._head, index, calls.index(piece), piece)
+            if end is not None:
+                events.append(make("", end=end, called=bool(calls)))
+        if self._wanted.usage:  # then each event has the field, as OpenAI's do
+            events = [{"usage": None, **event} for event in events]
+        return "".join(map(event_text, events))
+
+    def _last_events(self) -> str:
+        done = "data: [DONE]\n\n"
+        if not self._wanted.usage:
+            return done
+        usage = {**chunk_object(self._wanted.kind, self._head, 0, ""), "choices": []}
+        return event_text({**usage, "usage": self._usage()}) + done
+
+    def _error_events(self, error: ApiError) -> str:
+        return event_text(error.body())
 
     async def _json(
         self, send: Send, status: int, found: Mapping[str, Any], headers: Mapping[str, str]
@@ -908,9 +917,7 @@ class _Responding(_Answering):
     def _writer(self) -> ResponseWriter:
         return ResponseWriter(self._wanted, self._head)
 
-    async def _take(
-        self, seconds: float | None = None
-    ) -> dict[int, tuple[list[str | ToolCall], End | None]]:
+    async def _take(self, seconds: float | None = None) -> _News:
         new = await super()._take(seconds)
         self._pieces += [piece for pieces, _ in new.values() for piece in pieces]
         return new
@@ -918,23 +925,16 @@ class _Responding(_Answering):
     def _found(self) -> dict[str, Any]:
         return self._writer.answer(self._pieces, self._answers[0].end or End.STOP, self._usage())
 
-    async def _stream(self, send: Send) -> None:
-        writer = self._writer
-        await self._start(send, 200, _EVENT_STREAM)
-        await self._send(send, writer.begin().encode(), more=True)
-        sent = time.monotonic()
-        try:
-            while self._open:
-                new = await self._take(_COMMENT_SECONDS)
-                events = "".join(map(writer.more, self._pieces))
-                self._pieces.clear()
-                if not events and (not new or time.monotonic() - sent >= _COMMENT_SECONDS):
-                    events = ": waiting\n\n"
-                if events:
-                    await self._send(send, events.encode(), more=True)
-                    sent = time.monotonic()
-            events = writer.end(self._answers[0].end or End.STOP, self._usage())
-        except ApiError as error:
-            self._status = error.status
-            events = writer.fail(error)
-        await self._send(send, events.encode(), more=False)
+    def _first_events(self) -> str:
+        return self._writer.begin()
+
+    def _new_events(self, new: _News) -> str:
+        events = "".join(map(self._writer.more, self._pieces))
+        self._pieces.clear()
+        return events
+
+    def _last_events(self) -> str:
+        return self._writer.end(self._answers[0].end or End.STOP, self._usage())
+
+    def _error_events(self, error: ApiError) -> str:
+        return self._writer.fail(error)
