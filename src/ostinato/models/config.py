@@ -195,33 +195,25 @@ class LlamaConfig(_ConfigFields):
         where: str = "config",
     ) -> None:
         sizes = (hidden, layers, heads, kv_heads, head_size, inner, vocabulary, context_length)
-        checked: list[int] = []  # plain ints from here on: products of NumPy's would wrap around
+        checked: dict[str, Any] = {}  # plain ints: products of NumPy's would wrap around
         for given, (name, limit) in zip(sizes, _LIMITS.items(), strict=True):
             value = whole(given, f"{where}: {name}")
             if not 1 <= value <= limit:
                 raise ModelFormatError(f"{where}: {name} is {value}, must be 1 to {limit}")
-            checked.append(value)
-        hidden, layers, heads, kv_heads, head_size, inner, vocabulary, context_length = checked
+            checked[name] = value
         super().__init__(
-            hidden,
-            layers,
-            heads,
-            kv_heads,
-            head_size,
-            inner,
-            vocabulary,
-            context_length,
-            norm_epsilon,
-            rope_theta,
-            tied_embeddings,
-            rope_scaling,
-            rope_factors,
-            bos_token_id,
-            eos_token_ids,
-            qkv_bias,
-            qk_norm,
-            tuple(windows) if any(windows) else (),
-            rope_magnitude,
+            **checked,
+            norm_epsilon=norm_epsilon,
+            rope_theta=rope_theta,
+            tied_embeddings=tied_embeddings,
+            rope_scaling=rope_scaling,
+            rope_factors=rope_factors,
+            bos_token_id=bos_token_id,
+            eos_token_ids=eos_token_ids,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            windows=tuple(windows) if any(windows) else (),
+            rope_magnitude=rope_magnitude,
         )
         if self.heads % self.kv_heads:
             raise ModelFormatError(
@@ -374,12 +366,12 @@ class LlamaConfig(_ConfigFields):
         reader = _Reader(metadata, where)
         hidden = reader.integer(f"{architecture}.embedding_length")
         layers = reader.integer(f"{architecture}.block_count")
-        heads = reader.of_layers(f"{architecture}.attention.head_count", layers)
-        head_size = reader.integer(
-            f"{architecture}.attention.key_length", hidden // heads if heads > 0 else 0
-        )
+        attention = f"{architecture}.attention"
+        heads = reader.of_layers(f"{attention}.head_count", layers)
+        size = hidden // heads if heads > 0 else 0
+        head_size = reader.integer(f"{attention}.key_length", size)
         for key, expected in (
-            (f"{architecture}.attention.value_length", head_size),
+            (f"{attention}.value_length", head_size),
             (f"{architecture}.rope.dimension_count", head_size),
             (f"{architecture}.vocab_size", vocabulary),
             (f"{architecture}.expert_count", 0),
