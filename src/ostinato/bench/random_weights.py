@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,12 @@ from ostinato.errors import InputError
 from ostinato.models import Checkpoint, LlamaConfig
 from ostinato.models.arguments import whole
 from ostinato.models.config import tensor_shapes
-from ostinato.models.files.checkpoint import JsonTokenizerSource, RawTensor, StoredCheckpoint
+from ostinato.models.files.checkpoint import (
+    FloatArrays,
+    JsonTokenizerSource,
+    RawTensor,
+    StoredCheckpoint,
+)
 from ostinato.models.files.dequantise import BLOCK_TYPES
 
 _SEED = 11
@@ -115,12 +119,7 @@ class RandomCheckpoint(Checkpoint):
         self._floats = rng.standard_normal(_BLOCK, np.float32) * _WIDTH
         self._halves = (self._floats.view(np.uint32) >> 16).astype(np.uint16)
 
-    def load(
-        self,
-        into: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
-        *,
-        threads: int = 2,
-    ) -> None:
+    def load(self, into: FloatArrays, *, threads: int = 2) -> None:
         """Implements `Checkpoint.load`, on all cores at least, since memory is the bottleneck."""
         threads = max(whole(threads, "threads", 1), os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:

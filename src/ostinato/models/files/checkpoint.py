@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,8 @@ from ostinato.models.files.reading import forget, unmap
 _BLOCK_VALUES = 1 << 17
 # Values in one work item of a thread in `load`.
 _PIECE_VALUES = 1 << 22
+# The arrays that `load` fills, by canonical name: float32, or bfloat16's bits.
+FloatArrays: TypeAlias = Mapping[str, "npt.NDArray[np.float32] | npt.NDArray[np.uint16]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +128,7 @@ class Checkpoint(Closeable):
         return tensor_shapes(self.config)
 
     @abc.abstractmethod
-    def load(
-        self,
-        into: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
-        *,
-        threads: int = 2,
-    ) -> None:
+    def load(self, into: FloatArrays, *, threads: int = 2) -> None:
         """Fills the arrays in `into`, by canonical name, on `threads` threads.
 
         A float32 array gets the values, a uint16 array their bits as bfloat16, rounded to nearest
@@ -233,12 +230,7 @@ class StoredCheckpoint(Checkpoint):
         self._convert(raw, array)
         return array
 
-    def load(
-        self,
-        into: Mapping[str, npt.NDArray[np.float32] | npt.NDArray[np.uint16]],
-        *,
-        threads: int = 2,
-    ) -> None:
+    def load(self, into: FloatArrays, *, threads: int = 2) -> None:
         """Implements `Checkpoint.load`: a float32 array gets the result of `tensor`, a uint16 array
         that of `bfloat16`."""
         threads = whole(threads, "threads", 1)
