@@ -7,12 +7,11 @@ import importlib.util
 
 from ostinato.errors import NotAvailableError
 
+_LLM = ("gguf", "tokenizers", "jinja2")
 _NEEDED = {
-    "llm": ("gguf", "tokenizers", "jinja2"),
-    "llm,serve": (
-        *("starlette", "uvicorn", "h11", "prometheus-client"),
-        *("gguf", "tokenizers", "jinja2"),  # one command installs everything
-    ),
+    "llm": _LLM,
+    # The error names one command that installs everything.
+    "llm,serve": ("starlette", "uvicorn", "h11", "prometheus-client", *_LLM),
 }
 
 

@@ -484,7 +484,8 @@ def _early_starts(products: Mapping[str, Product], rows: int) -> dict[str, str]:
     most = 2 * _FEW_ROWS if small and gate_up >= _SOON_OVER[0] else _FEW_ROWS
     if rows > most:
         return {}
-    return dict.fromkeys(["rounded_output"] + ["attention"] * small, "AT_START")
+    early = ("rounded_output", "attention") if small else ("rounded_output",)
+    return dict.fromkeys(early, "AT_START")
 
 
 def _prefetch(products: Mapping[str, Product], rows: int) -> dict[str, tuple[str, int]]:
