@@ -145,7 +145,7 @@ def test_what_messages_may_have_besides_text() -> None:
     (chat,) = read(messages=messages).prompts
     assert chat == Chat(
         (
-            {"role": "user", "content": "aa"},
+            {"role": "user", "content": "a\na"},
             {"role": "assistant", "content": "b", "reasoning_content": "why"},
             {"role": "assistant", "content": "c"},
         )

@@ -68,7 +68,7 @@ from ostinato.serve.responses import ResponseWriter
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 RequestLog: TypeAlias = Callable[[Mapping[str, object]], object]
 _News: TypeAlias = dict[int, tuple[list[str | ToolCall], End | None]]
-"""What is new of answers, by their indices: texts and calls, and how it ended."""
+"""News of answers, by their indices: texts and calls, and how the answer ended."""
 
 _BEGAN = "ostinato.began"
 """The key in a request's scope for the time of its beginning, by `time.monotonic`."""
