@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ostinato.cli.arguments import AsJson, DeviceName, Rows, finite, require_readable
+from ostinato.cli.arguments import AsJson, Rows, finite, require_readable
 from ostinato.cli.bench import numbers, status, subject_of
 from ostinato.cli.plain import say
 from ostinato.errors import NotAvailableError
@@ -42,7 +42,7 @@ def tune(
             min=1, callback=finite, help="About how long to search, without loading weights."
         ),
     ] = 60.0,
-    device: DeviceName = None,
+    device: Annotated[str | None, typer.Option(help='"cuda:0", ...')] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Search and show, but store nothing.")
     ] = False,
