@@ -125,9 +125,7 @@ class Frozen:
     def at(self, handle: GraphHandle) -> Frozen | None:
         """Returns the graph inside that has this handle, as a `Frozen` of its own, or None."""
         outer = self.graphs.get(handle)
-        if outer is None:
-            return None
-        return self.around(outer)
+        return None if outer is None else self.around(outer)
 
     def around(self, outer: FrozenGraph) -> Frozen:
         """Returns one of the graphs inside as a `Frozen` of its own."""
@@ -220,8 +218,9 @@ class Nodes:
         node = self._known.get(index)
         if node is None:
             _ = self.of.handle
-            inner = iter(self.inside(index))
-            node = self.reader.frozen(self.frozen, index, self.find, lambda _: next(inner).all())
+            inner, frozen = iter(self.inside(index)), self.frozen
+            content = frozen.nodes[index], frozen.kind(index), frozen.params(index)
+            node = self.reader.read(index, *content, self.find, lambda _: next(inner).all())
             if node.handle != self.handles[index]:
                 node = replace(node, handle=self.handles[index])
             _ = node.arguments  # decoded now: memory may be closed before a later access

@@ -6,8 +6,8 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -19,7 +19,6 @@ from ostinato.driver.api import (
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
-    FrozenGraph,
     FunctionHandle,
     GraphHandle,
     HostNodeParams,
@@ -99,33 +98,28 @@ class Argument(NamedTuple):
         return f"{label}<{self.size} bytes>"
 
 
-class LazyArguments:
-    """The arguments of one kernel node, decoded at the first access.
-
-    Their allocations are those that are live at that time.
-    """
-
-    __slots__ = ("_decoded", "_find", "_params", "_signature")
-
-    def __init__(
-        self, params: KernelNodeParams, signature: Signature | None, find: KnownRanges
-    ) -> None:
-        self._params, self._signature, self._find = params, signature, find
-        self._decoded: tuple[Argument, ...] | None = None
-
-    def get(self) -> tuple[Argument, ...]:
-        if self._decoded is None:
-            find = self._find
-            self._decoded = decode_arguments(self._params, self._signature, find, find.notes)
-        return self._decoded
-
-
 @dataclass(frozen=True, slots=True)
 class NodeLabel:
     """This library's data on a node: the operation and the line that made it."""
 
     operation: Operation | None
     line: tuple[str, int] | None
+
+
+class _Only(Generic[P]):
+    """A property of a node: its parameters, if they are of this kind."""
+
+    def __init__(self, kind: type[P]) -> None:
+        self._kind = kind
+
+    def __get__(self, node: Node, owner: object) -> P:
+        if not isinstance(node.params, self._kind):
+            wanted = self._kind.__name__.removesuffix("NodeParams")
+            raise NodeKindError(
+                f"node {node.index} ({node.name}) is of kind {node.kind.name}, "
+                f"so it has no {wanted} parameters"
+            )
+        return node.params
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +135,10 @@ class Node:
     kind: NodeKind
     name: str
     params: NodeParams
-    held: tuple[Argument, ...] | LazyArguments = field(default=(), compare=False, repr=False)
-    """The arguments, or an object that decodes them."""
+    held: tuple[Argument, ...] | Callable[[], tuple[Argument, ...]] = field(
+        default=(), compare=False, repr=False
+    )
+    """The arguments, or a function that decodes them."""
     line: tuple[str, int] | None = None
     """File and line of the Python code that made the node, or None."""
     signature: Signature | None = None
@@ -171,56 +167,18 @@ class Node:
         allocations are those that are live at the access.  Raises ClosedError if the device was
         closed before.
         """
-        return self.held if isinstance(self.held, tuple) else self.held.get()
+        return self.held if isinstance(self.held, tuple) else self.held()
 
-    def _as(self, kind: type[P]) -> P:
-        if not isinstance(self.params, kind):
-            wanted = kind.__name__.removesuffix("NodeParams")
-            raise NodeKindError(
-                f"node {self.index} ({self.name}) is of kind {self.kind.name}, "
-                f"so it has no {wanted} parameters"
-            )
-        return self.params
-
-    @property
-    def kernel(self) -> KernelNodeParams:
-        return self._as(KernelNodeParams)
-
-    @property
-    def memcpy(self) -> MemcpyNodeParams:
-        return self._as(MemcpyNodeParams)
-
-    @property
-    def memset(self) -> MemsetNodeParams:
-        return self._as(MemsetNodeParams)
-
-    @property
-    def host(self) -> HostNodeParams:
-        return self._as(HostNodeParams)
-
-    @property
-    def event_record(self) -> EventRecordNodeParams:
-        return self._as(EventRecordNodeParams)
-
-    @property
-    def event_wait(self) -> EventWaitNodeParams:
-        return self._as(EventWaitNodeParams)
-
-    @property
-    def alloc(self) -> AllocNodeParams:
-        return self._as(AllocNodeParams)
-
-    @property
-    def free(self) -> FreeNodeParams:
-        return self._as(FreeNodeParams)
-
-    @property
-    def batch_mem_op(self) -> BatchMemOpNodeParams:
-        return self._as(BatchMemOpNodeParams)
-
-    @property
-    def conditional(self) -> ConditionalNodeParams:
-        return self._as(ConditionalNodeParams)
+    kernel = _Only(KernelNodeParams)
+    memcpy = _Only(MemcpyNodeParams)
+    memset = _Only(MemsetNodeParams)
+    host = _Only(HostNodeParams)
+    event_record = _Only(EventRecordNodeParams)
+    event_wait = _Only(EventWaitNodeParams)
+    alloc = _Only(AllocNodeParams)
+    free = _Only(FreeNodeParams)
+    batch_mem_op = _Only(BatchMemOpNodeParams)
+    conditional = _Only(ConditionalNodeParams)
 
 
 class NodeReader:
@@ -239,7 +197,10 @@ class NodeReader:
         find = find or KnownRanges(self._driver.memory_range)
         frozen = self._driver.graph_freeze(graph)
         inside = partial(self.all, find=find)
-        return tuple(self.frozen(frozen, i, find, inside) for i in range(len(frozen.nodes)))
+        return tuple(
+            self.read(index, handle, frozen.kind(index), frozen.params(index), find, inside)
+            for index, handle in enumerate(frozen.nodes)
+        )
 
     def one(self, index: int, handle: NodeHandle) -> Node:
         """Returns a node with the driver's present parameters."""
@@ -249,20 +210,9 @@ class NodeReader:
     def made(self, index: int, handle: NodeHandle, kind: NodeKind, params: NodeParams) -> Node:
         """Returns a node that is known to have these parameters."""
         find = KnownRanges(self._driver.memory_range)
-        return self._node(index, handle, kind, params, find, self.all)
+        return self.read(index, handle, kind, params, find, self.all)
 
-    def frozen(
-        self,
-        frozen: FrozenGraph,
-        index: int,
-        find: KnownRanges,
-        inside: Callable[[GraphHandle], tuple[Node, ...]],
-    ) -> Node:
-        """Returns one node of a frozen graph.  `inside` reads a child graph or a body."""
-        handle, kind, params = frozen.nodes[index], frozen.kind(index), frozen.params(index)
-        return self._node(index, handle, kind, params, find, inside)
-
-    def _node(
+    def read(
         self,
         index: int,
         handle: NodeHandle,
@@ -271,14 +221,15 @@ class NodeReader:
         find: KnownRanges,
         inside: Callable[[GraphHandle], tuple[Node, ...]],
     ) -> Node:
+        """Returns a node with these parameters.  `inside` reads a child graph or a body."""
         label = self.labels.get(handle)
         operation = None if label is None else label.operation
         signature = None if operation is None else operation.signature
-        arguments: tuple[Argument, ...] | LazyArguments = ()
+        held: tuple[Argument, ...] | Callable[[], tuple[Argument, ...]] = ()
         children: tuple[tuple[Node, ...], ...] = ()
         defaults = None
         if isinstance(params, KernelNodeParams):
-            arguments = LazyArguments(params, signature, find)
+            held = cache(partial(decode_arguments, params, signature, find, find.notes))
         elif isinstance(params, ConditionalNodeParams):
             children = tuple(inside(not_null(body, "body")) for body in params.bodies)
             defaults = self._driver.condition_defaults(handle)
@@ -290,7 +241,7 @@ class NodeReader:
             kind,
             self.name(kind, params),
             params,
-            arguments,
+            held,
             None if label is None else label.line,
             signature,
             () if operation is None else operation.keep,
