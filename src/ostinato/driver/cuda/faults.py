@@ -187,10 +187,12 @@ _faults: list[DriverFault] = []
 _Probe: TypeAlias = Callable[[CudaDriver], ProbeResult]
 
 
-def _fault(name: str, what: str, *, dumps: bool = False) -> Callable[[_Probe], _Probe]:
-    """Returns a decorator that adds the fault that a probe shows to the known faults."""
+def _fault(what: str, *, dumps: bool = False) -> Callable[[_Probe], _Probe]:
+    """Returns a decorator that adds the fault that a probe shows, and is named after, to the known
+    faults."""
 
     def add(probe: _Probe) -> _Probe:
+        name = probe.__name__[1:].replace("_", "-")
         _faults.append(DriverFault(name, what, probe, dumps))
         return probe
 
@@ -251,10 +253,7 @@ class _Bench:
         self.driver.stream_synchronize(self.stream)
 
 
-@_fault(
-    "update-keeps-attributes",
-    "a whole update reports success and keeps the old launch attributes",
-)
+@_fault("a whole update reports success and keeps the old launch attributes")
 def _update_keeps_attributes(driver: CudaDriver) -> ProbeResult:
     if not driver.capabilities.clusters:
         return _not_applicable("this GPU has no clusters")
@@ -295,10 +294,7 @@ def _update_keeps_attributes(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault(
-    "disabled-memset-loses-order",
-    "a memset node that is switched off no longer orders the nodes around it",
-)
+@_fault("a memset node that is switched off no longer orders the nodes around it")
 def _disabled_memset_loses_order(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     graph, nodes = bench.chain(
@@ -321,10 +317,7 @@ def _disabled_memset_loses_order(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault(
-    "disabled-cooperative-loses-the-context",
-    "launches with a cooperative kernel node that is switched off end with a lost context",
-)
+@_fault("launches with a cooperative kernel node that is switched off end with a lost context")
 def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> ProbeResult:
     if not driver.capabilities.cooperative_launch:
         return _not_applicable("this GPU has no cooperative launches")
@@ -343,7 +336,7 @@ def _disabled_cooperative_loses_the_context(driver: CudaDriver) -> ProbeResult:
     return _either(False, f"{what}: done")
 
 
-@_fault("handles-are-given-again", "a new graph or node has the handle of one that was destroyed")
+@_fault("a new graph or node has the handle of one that was destroyed")
 def _handles_are_given_again(driver: CudaDriver) -> ProbeResult:
     graphs, nodes, again = set[int](), set[int](), 0
     for _ in range(16):
@@ -358,16 +351,13 @@ def _handles_are_given_again(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault("conditions-have-equal-handles", "conditions of two graphs have the same handle")
+@_fault("conditions of two graphs have the same handle")
 def _conditions_have_equal_handles(driver: CudaDriver) -> ProbeResult:
     first, second = (driver.conditional_create(driver.graph_create()) for _ in range(2))
     return _either(first == second, f"the first conditions of two graphs: {first:#x}, {second:#x}")
 
 
-@_fault(
-    "first-edge-for-all",
-    "one call that adds several edges gives all of them the data of the first",
-)
+@_fault("one call that adds several edges gives all of them the data of the first")
 def _first_edge_for_all(driver: CudaDriver) -> ProbeResult:
     if not driver.capabilities.programmatic_launch:
         return _not_applicable("this GPU has no programmatic launch")
@@ -394,10 +384,7 @@ def _first_edge_for_all(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault(
-    "broken-capture-destroys-its-graph",
-    "a refused call in a capture into an existing graph destroys that graph",
-)
+@_fault("a refused call in a capture into an existing graph destroys that graph")
 def _broken_capture_destroys_its_graph(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     graph, _ = bench.chain(EmptyNodeParams())
@@ -419,10 +406,7 @@ def _broken_capture_destroys_its_graph(driver: CudaDriver) -> ProbeResult:
     return _either(False, f"the graph has {count} nodes after the capture broke")
 
 
-@_fault(
-    "waiting-upload-slows-replays",
-    "an executable that was uploaded and not launched slows the kernels of all replays",
-)
+@_fault("an executable that was uploaded and not launched slows the kernels of all replays")
 def _waiting_upload_slows_replays(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     kernels = [bench.kernel("nothing") for _ in range(_CHAIN)]
@@ -454,10 +438,7 @@ def _waiting_upload_slows_replays(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault(
-    "legacy-work-is-not-captured",
-    "work on the legacy default stream runs during a capture and is not in the graph",
-)
+@_fault("work on the legacy default stream runs during a capture and is not in the graph")
 def _legacy_work_is_not_captured(driver: CudaDriver) -> ProbeResult:
     bench = _Bench(driver)
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
@@ -475,10 +456,7 @@ def _legacy_work_is_not_captured(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault(
-    "load-breaks-captures",
-    "a module that is loaded during a capture is refused, or breaks the capture",
-)
+@_fault("a module that is loaded during a capture is refused, or breaks the capture")
 def _load_breaks_captures(driver: CudaDriver) -> ProbeResult:
     bench, status = _Bench(driver), 0
     driver.stream_begin_capture(bench.stream, CaptureMode.THREAD_LOCAL)
@@ -497,7 +475,7 @@ def _load_breaks_captures(driver: CudaDriver) -> ProbeResult:
     )
 
 
-@_fault("ptx-is-ascii", "PTX with a character outside ASCII, also in a comment, is refused")
+@_fault("PTX with a character outside ASCII, also in a comment, is refused")
 def _ptx_is_ascii(driver: CudaDriver) -> ProbeResult:
     _Bench(driver)  # the same without it is loaded
     text = _PTX.replace("// Writes a value", "// Écrit une valeur").encode()
@@ -508,11 +486,7 @@ def _ptx_is_ascii(driver: CudaDriver) -> ProbeResult:
     return _either(False, "PTX with É in a comment was loaded")
 
 
-@_fault(
-    "core-dump-hides-the-fault",
-    "with core dumps asked for by the API, the wait behind a fault reports success",
-    dumps=True,
-)
+@_fault("with core dumps asked for by the API, the wait behind a fault reports success", dumps=True)
 def _core_dump_hides_the_fault(driver: CudaDriver) -> ProbeResult:
     """Probes a wait after a fault.  `_ask_for_core_dump` ran before the driver was opened."""
     bench = _Bench(driver)
