@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from random import Random
 
@@ -92,14 +92,6 @@ def check_instantiable(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchMarks:
-    """The marks that the event nodes of one launch record and wait for, by event."""
-
-    records: Mapping[EventHandle, Latch] = field(default_factory=dict)
-    waits: Mapping[EventHandle, Mark] = field(default_factory=dict)
-
-
 class Executable:
     """A snapshot of a graph with one step for each node of the outermost graph.
 
@@ -127,7 +119,9 @@ class Executable:
         self._nodes = {node.handle: twin for node, twin in pairs}
         self._disabled: set[DefinitionNode] = set()
         self._last: Mark | None = None  # the last launch, which the next launch waits for
-        self._marks = _LaunchMarks()  # those of the running launch
+        # The marks that the event nodes of the running launch record and wait for, by event.
+        self._latches: dict[EventHandle, Latch] = {}
+        self._marks: dict[EventHandle, Mark] = {}
         self._conditions = Conditions()
         self._survey_conditions()
         order = execution_order(self._snapshot, shuffle)
@@ -155,7 +149,7 @@ class Executable:
         match params:
             case EventRecordNodeParams():
                 recorded = params.event
-                return lambda: self._marks.records[recorded].stamp()
+                return lambda: self._latches[recorded].stamp()
             case EventWaitNodeParams():
                 return self._wait_step(params.event)
             case AllocNodeParams():
@@ -177,7 +171,7 @@ class Executable:
 
     def _wait_step(self, event: EventHandle) -> Step:
         def step() -> None:
-            mark = self._marks.waits.get(event)
+            mark = self._marks.get(event)
             if mark is not None:
                 mark.wait()
 
@@ -288,12 +282,11 @@ class Executable:
         for event, latch in latches.items():
             events[event].mark = latch
             events[event].captured = None
-        marks = _LaunchMarks(latches, waits)
 
         def run() -> None:
             for allocation in freed:
                 memory.remove(allocation)
-            self._marks = marks
+            self._latches, self._marks = latches, waits
             task()
 
         return run
