@@ -24,7 +24,7 @@ from ostinato.driver.api import (
 from ostinato.driver.context import Context
 from ostinato.errors import InputError, NoCudaError, Status, driver_error
 from ostinato.modules import ModuleCache
-from ostinato.modules.compiler import compiler_identity
+from ostinato.modules.compiler import toolchain
 from ostinato.modules.cubin import KernelResources, kernel_resources
 
 
@@ -32,7 +32,7 @@ def needs_nvrtc() -> pytest.MarkDecorator:
     """Skips where the compiler is not installed."""
     reason = ""
     try:
-        compiler_identity()
+        toolchain.file()
     except NoCudaError as error:
         reason = str(error)
     return pytest.mark.skipif(bool(reason), reason=reason)

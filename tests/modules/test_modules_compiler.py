@@ -20,6 +20,7 @@ from ostinato.modules.compiler import (
     target_arch,
 )
 from ostinato.modules.cubin import kernel_names, kernel_resources
+from ostinato.modules.nvrtc import CompilerFile, Toolchain
 from tests.modules.cubin_loader import kernel_text, needs_nvrtc
 
 pytestmark = needs_nvrtc()
@@ -75,7 +76,8 @@ def test_the_same_question_has_the_same_key() -> None:
 
 def test_the_compilers_version_is_in_the_key(monkeypatch) -> None:
     before = key()
-    monkeypatch.setattr(compiler_module, "compiler_identity", lambda: "nvrtc 99.9")
+    other = CompilerFile("libnvrtc.so.99", 1, 1)
+    monkeypatch.setattr(compiler_module, "toolchain", Toolchain(find=lambda: other))
     assert key() != before
 
 

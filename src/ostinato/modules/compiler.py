@@ -122,11 +122,6 @@ class CompileFailure:
         return CompileError(self.message, log=self.log)
 
 
-def compiler_identity() -> str:
-    """Returns the compiler's identity, a part of every key.  Raises NoCudaError without one."""
-    return toolchain.file().identity
-
-
 def target_arch(capability: tuple[int, int], options: CompileOptions) -> str:
     """Returns the target: the device's own architecture, or PTX if the compiler is older.
 
@@ -198,7 +193,7 @@ def plan_compilation(
     flags = flags_of(options)
     from_environment = [os.environ.get(name) for name in _COMPILER_VARIABLES]
     added = [word for text in from_environment if text for word in text.split()]
-    compiler = compiler_identity()
+    compiler = toolchain.file().identity
     parts: list[str | bytes | int | None] = [SCHEMA, compiler, source.text_digest()]
     # The compiler and the device together determine the architecture.
     parts += [options.arch] if options.arch else list(capability)

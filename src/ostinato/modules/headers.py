@@ -276,12 +276,8 @@ class Observation:
     damaged: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A header's name, and the folder of the file with the __has_include, if that is on disk."""
-
-    name: str
-    beside: str | None
+_Asked = tuple[str, str | None]
+"""A header's name, and the folder of the file with the __has_include, if that is on disk."""
 
 
 def observe(
@@ -308,23 +304,23 @@ def observe(
     on_disk = dict.fromkeys(item.path for item in opened)
     settled, damaged, unknown = True, False, None
     for path in on_disk:
-        read = _read(path, begin)
+        file, data = _read(path, begin) or (None, b"")
         bundled = toolkit is not None and toolkit.owns(path)
         if toolkit is not None and bundled:
-            damaged = damaged or read is None or not toolkit.holds(path, read.file.digest)
-        elif read is None:
+            damaged = damaged or file is None or not toolkit.holds(path, file.digest)
+        elif file is None:
             unknown = f"{path} cannot be read any more"
         else:
-            files.append(read.file)
-            settled = settled and read.file.stamp is not None
+            files.append(file)
+            settled = settled and file.stamp is not None
         # Without other folders, bundled headers find only one another.
-        if read is not None and (folders or not bundled):
+        if file is not None and (folders or not bundled):
             ambiguous = ambiguous or path in texts
-            texts[path] = read.data
+            texts[path] = data
     references: Sequence[Reference] | None = ()
     if _may_ask([command_line, *texts.values()]):
         references = find_references()
-    names: set[_Name] | None = set()
+    names: set[_Asked] | None = set()
     if references or references is None:
         names = None if ambiguous else _names(references, texts, on_disk, source.headers, toolkit)
     if names is None:
@@ -376,14 +372,14 @@ def _earlier_places(
                 yield from takewhile(item.path.__ne__, (prefix + name for prefix in prefixes))
 
 
-def _asked_places(names: Iterable[_Name], search: Sequence[str]) -> Iterable[str]:
+def _asked_places(names: Iterable[_Asked], search: Sequence[str]) -> Iterable[str]:
     """Yields the places where __has_include looks for these names."""
-    for asked in names:
-        if _is_absolute(asked.name):
-            yield asked.name
+    for name, beside in names:
+        if _is_absolute(name):
+            yield name
         else:
-            folders = search if asked.beside is None else (asked.beside, *search)
-            yield from (f"{folder}/{asked.name}" for folder in folders)
+            folders = search if beside is None else (beside, *search)
+            yield from (f"{folder}/{name}" for folder in folders)
 
 
 def _names(
@@ -392,12 +388,12 @@ def _names(
     on_disk: Mapping[str, None],
     memory: Mapping[str, str],
     toolkit: Toolkit | None,
-) -> set[_Name] | None:
+) -> set[_Asked] | None:
     """Returns the names given to __has_include; None if the texts do not show them."""
     own = (text for path, text in texts.items() if not _inside(toolkit, path))
     if references is None or any(map(_RENUMBERED.search, own)):
         return None
-    names: set[_Name] = set()
+    names: set[_Asked] = set()
     lines = {path: text.split(b"\n") for path, text in texts.items()}
     for at in references:
         trusted = _inside(toolkit, at.file)
@@ -410,7 +406,7 @@ def _names(
         if match is not None:
             name = os.fsdecode(match["angle"] or match["quote"])
             if name not in memory:  # texts in memory are found before any file
-                names.add(_Name(name, _parent(at.file) if at.file in on_disk else None))
+                names.add((name, _parent(at.file) if at.file in on_disk else None))
         elif not (rest.startswith(b"__has_include") and _NO_PROBE.search(before)):
             return None
     return names
@@ -427,15 +423,7 @@ def _may_ask(texts: Iterable[bytes]) -> bool:
 # ------------------------------------------------------------------------------------ files as such
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A file and its content."""
-
-    file: InputFile
-    data: bytes
-
-
-def _read(path: str, begin: int) -> _Read | None:
+def _read(path: str, begin: int) -> tuple[InputFile, bytes] | None:
     """Reads a file; its stamp is set only if it surely had this content since `begin`."""
     try:
         with open_regular(path, private=False) as file:
@@ -445,7 +433,7 @@ def _read(path: str, begin: int) -> _Read | None:
     except (OSError, UntrustedError):
         return None
     known = before if before == after and _settled(before, begin) else None
-    return _Read(InputFile(_absolute(path), _content_digest(data), known), data)
+    return InputFile(_absolute(path), _content_digest(data), known), data
 
 
 def _stamp(status: os.stat_result) -> Stamp:
