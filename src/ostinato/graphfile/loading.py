@@ -6,7 +6,8 @@ import gc
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -735,39 +736,21 @@ class _Launches:
         return NodeLabel(Operation(params, name, None, None, keep, signature), None)
 
 
-class _Labels(MutableMapping[NodeHandle, NodeLabel]):
+class _Labels(UserDict[NodeHandle, NodeLabel]):
     """A loaded graph's labels.  Those of kernels are made on first access: reading or changing the
     graph needs them, launching does not."""
 
-    def __init__(self) -> None:
-        self._known: dict[NodeHandle, NodeLabel | tuple[_Launches, int]] = {}
-
     def note(self, nodes: Sequence[NodeHandle], launches: _Launches, rows: Sequence[int]) -> None:
         """Records which kernel each of these nodes is."""
-        self._known.update(zip(nodes, zip(itertools.repeat(launches), rows), strict=False))
+        later: Any = zip(itertools.repeat(launches), rows)
+        self.data.update(zip(nodes, later, strict=False))
 
     def __getitem__(self, node: NodeHandle) -> NodeLabel:
-        known = self._known[node]
-        if isinstance(known, NodeLabel):
-            return known
-        launches, row = known
-        label = self._known[node] = launches.label(row)
-        return label
-
-    def __contains__(self, node: object) -> bool:
-        return node in self._known
-
-    def __setitem__(self, node: NodeHandle, label: NodeLabel) -> None:
-        self._known[node] = label
-
-    def __delitem__(self, node: NodeHandle) -> None:
-        del self._known[node]
-
-    def __iter__(self) -> Iterator[NodeHandle]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
+        known: NodeLabel | tuple[_Launches, int] = self.data[node]
+        if isinstance(known, tuple):
+            launches, row = known
+            known = self.data[node] = launches.label(row)
+        return known
 
 
 _modules: weakref.WeakKeyDictionary[Context, weakref.WeakValueDictionary[str, LoadedModule]] = (
