@@ -496,15 +496,6 @@ def allocate(
     return buffer
 
 
-def require_buffer(dst: object, call: str) -> None:
-    """Raises InputError if the destination of a write is no Buffer."""
-    if not isinstance(dst, Buffer):
-        raise InputError(
-            f"{call}: dst is {type(dst).__name__}, and a Buffer is needed "
-            "(device.adopt_array makes one of another library's device array)"
-        )
-
-
 def refuse_memory(values: object) -> None:
     """Raises InputError for memory of a device, where values are needed: NumPy would read it where
     the process can, and not in stream order."""
@@ -591,7 +582,11 @@ def fill(stream: Stream, dst: Buffer, value: float) -> None:
 
 def fill_operation(dst: Buffer, value: float) -> Operation:
     """Returns the operation of `fill`, for a buffer of at least one byte."""
-    require_buffer(dst, "fill")
+    if not isinstance(dst, Buffer):
+        raise InputError(
+            f"fill: dst is {type(dst).__name__}, and a Buffer is needed "
+            "(device.adopt_array makes one of another library's device array)"
+        )
     pattern = exact_bytes(dst.dtype, value, "the value to fill with")
     size = len(pattern)
     if size == 8 and pattern[:4] == pattern[4:]:
