@@ -49,7 +49,7 @@ class Sums:
 def assert_sound(device: Device, *streams: ost.Stream) -> None:
     """Nothing is under way, nothing listens, and the streams work."""
     device.context.collect()
-    assert device.context.captures_under_way == 0
+    assert not device.context.captures
     assert device.context.taps == ()
     for stream in streams:
         assert not stream.is_capturing()

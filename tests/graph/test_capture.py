@@ -35,7 +35,7 @@ def x(device: Device) -> ost.Buffer:
 def assert_usable(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
     """The stream is not capturing, and a capture on it works."""
     assert not stream.is_capturing()
-    assert device.context.captures_under_way == 0
+    assert not device.context.captures
     assert device.context.taps == ()
     before = x.to_numpy(stream)
     with ost.capture(stream) as capture:

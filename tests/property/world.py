@@ -164,7 +164,7 @@ class World:
         context = self.device.context
         census = self.driver.census()
         assert census == self.baseline, f"{census} is left of {self.baseline}"
-        assert context.taps == () and context.captures_under_way == 0
+        assert context.taps == () and not context.captures
         assert context.retired == 0
         assert not self.driver.early
 
@@ -180,7 +180,7 @@ class World:
         assert not self.wrong, self.wrong[0]
         assert not self.driver.early, self.driver.early[0]
         assert self.device.context.taps == (), "something still listens"
-        assert self.device.context.captures_under_way == 0
+        assert not self.device.context.captures
 
     def look(self, lane: Lane, boxes: Iterable[Box], what: str) -> None:
         """Compares boxes in stream order, from where the stream is now."""

@@ -297,11 +297,6 @@ class Context:
         return None if memory is None else self.owners.get(memory.address)
 
     # --- captures
-    @property
-    def captures_under_way(self) -> int:
-        """The number of captures that this library has begun and not ended on this context."""
-        return len(self.captures)
-
     @contextmanager
     def relaxed(self) -> Iterator[None]:
         """Allows, in the block, calls of this thread that captures forbid but that cannot harm

@@ -217,10 +217,10 @@ class GraphExec(Launcher, Closeable):
         run.launch(stream)
     """
 
-    def __init__(self, graph: Graph, release: _Release) -> None:
+    def __init__(self, graph: Graph, release: _Release, flags: InstantiateFlags) -> None:
         self.graph = graph
         self.context = graph.context
-        self.flags = InstantiateFlags.NONE
+        self.flags = flags
         self._handle = release.handle
         self._closed = False
         self._lock = new_lock()
@@ -243,22 +243,9 @@ class GraphExec(Launcher, Closeable):
 
     @classmethod
     def instantiate(
-        cls,
-        graph: Graph,
-        *,
-        upload: Stream | None = None,
-        auto_free_on_launch: bool = False,
-        device_launch: bool = False,
-        use_node_priority: bool = False,
+        cls, graph: Graph, flags: InstantiateFlags, upload: Stream | None = None
     ) -> GraphExec:
         """Implements `Graph.instantiate`."""
-        flags = InstantiateFlags.NONE
-        if auto_free_on_launch:
-            flags |= InstantiateFlags.AUTO_FREE_ON_LAUNCH
-        if device_launch:
-            flags |= InstantiateFlags.DEVICE_LAUNCH
-        if use_node_priority:
-            flags |= InstantiateFlags.USE_NODE_PRIORITY
         context = graph.context
         context.require_open()
         context.collect()
@@ -280,8 +267,7 @@ class GraphExec(Launcher, Closeable):
         not_null(handle, "executable")
         release = _Release(context, handle)
         try:
-            executable = cls(graph, release)
-            executable.flags = flags
+            executable = cls(graph, release, flags)
             executable._shadow.check_loops()
         except Exception:
             release.retire({})

@@ -221,7 +221,7 @@ class Shadow:
     # --- reading
     def nodes(self) -> tuple[Node, ...]:
         """The definition's nodes with the parameters of the next launch."""
-        return self._overlaid(self.definition(), self._folded().settings)
+        return self._overlaid(self._nodes().all(), self._folded().settings)
 
     def _overlaid(
         self, nodes: tuple[Node, ...], settings: Mapping[NodeHandle, Setting]
@@ -258,10 +258,6 @@ class Shadow:
             self._read = Nodes(graph, graph.reader, frozen, self._frozen, find)
         return self._read
 
-    def definition(self) -> tuple[Node, ...]:
-        """Returns the nodes as instantiated, or last updated.  Raises as `_nodes`."""
-        return self._nodes().all()
-
     def node(self, node: Node | int) -> Node:
         """Returns a node as it was in the definition, also inside child graphs and bodies.
 
@@ -274,7 +270,8 @@ class Shadow:
             return self._nodes().read(index_below(len(handles), node))
         if node.index < len(handles) and handles[node.index] == node.handle:
             return self._nodes().read(node.index)
-        found = next((n for n in every_node(self.definition()) if n.handle == node.handle), None)
+        inside = every_node(self._nodes().all())
+        found = next((n for n in inside if n.handle == node.handle), None)
         if found is None:
             raise InputError(
                 f"node {node.index} ({node.name}) is not of the graph that this was made of"

@@ -297,15 +297,10 @@ def _tensors(top: Plain, names: Collection[str]) -> dict[str, str]:
 
 def _machine(item: Plain) -> MachineRecord:
     major, minor = item.numbers("compute_capability", 0, 1000, 2)
-    made = MachineRecord(
-        item.text("driver"),
-        item.text("device"),
-        (major, minor),
-        item.text("driver_version"),
-        item.text("library"),
-    )
+    driver, device = item.text("driver"), item.text("device")
+    version, library = item.text("driver_version"), item.text("library")
     item.done()
-    return made
+    return MachineRecord(driver, device, (major, minor), version, library)
 
 
 def _slots(item: Plain, key: str) -> tuple[ParameterSlot, ...]:
@@ -330,17 +325,10 @@ def _function(item: Plain) -> FunctionRecord:
     parameters = _slots(item, "parameters")
     if signature is not None and signature.layout != parameters:
         raise item.wrong("signature", "it does not say where the parameters are")
-    return FunctionRecord(
-        item.text("name"),
-        kind,
-        digest,
-        target,
-        parameters,
-        item.number("shared", 0, 1 << 24),
-        item.number("carveout", -1, 100),
-        item.flag("wide_clusters"),
-        signature,
-    )
+    name, shared = item.text("name"), item.number("shared", 0, 1 << 24)
+    carveout, wide = item.number("carveout", -1, 100), item.flag("wide_clusters")
+    code = name, kind, b"", target, shared, carveout, wide
+    return FunctionRecord(*code, digest, parameters, signature)
 
 
 @lru_cache(maxsize=1024)

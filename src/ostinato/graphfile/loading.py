@@ -9,7 +9,7 @@ import weakref
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from ostinato.driver.api import (
     EdgeData,
     EventRecordNodeParams,
     EventWaitNodeParams,
-    FunctionCode,
     GraphHandle,
     KernelTable,
     MemoryRange,
@@ -342,7 +341,7 @@ class Loader:
         for key, record in first.items():
             if key not in found:
                 data = next(images) if record.digest else b""
-                image = self._driver.code_image(_code_of(record, data))
+                image = self._driver.code_image(replace(record, data=data))
                 found[key] = loaded[key] = LoadedModule(self._context, image, name=key[:12])
         return found
 
@@ -357,7 +356,7 @@ class Loader:
                 f"the kernel {record.name!r} takes other parameters than when the graph was saved; "
                 "save it again"
             )
-        self._driver.function_restore(kernel.function, _code_of(record, b""))
+        self._driver.function_restore(kernel.function, record)
         return kernel
 
     # --- memory
@@ -761,13 +760,6 @@ _modules: weakref.WeakKeyDictionary[Context, weakref.WeakValueDictionary[str, Lo
 
 def _module_of(record: FunctionRecord) -> str:
     return record.digest or f"{record.target}:{record.name}"
-
-
-def _code_of(record: FunctionRecord, data: bytes) -> FunctionCode:
-    return FunctionCode(
-        *(record.name, record.kind, data, record.target),
-        *(record.shared, record.carveout, record.wide_clusters),
-    )
 
 
 def _require_fit(buffer: NamedBuffer, target: Target) -> None:

@@ -27,6 +27,7 @@ from ostinato.driver.api import (
     ConditionDefaults,
     EdgeData,
     FreeNodeParams,
+    FunctionCode,
     FunctionHandle,
     KernelArguments,
     KernelNodeParams,
@@ -147,20 +148,13 @@ def misfit(wanted: Look | None, given: Look | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class FunctionRecord:
-    """A kernel: the entry `name` of an image.  `digest` names the image's bytes in the file, under
-    "code/"; a host kernel has `target` instead."""
+class FunctionRecord(FunctionCode):
+    """A kernel, without `data`.  `digest` names the image's bytes in the file, under "code/"; a
+    host kernel has `target` instead.  `signature`: the kernel's; None if unknown."""
 
-    name: str
-    kind: str
-    digest: str
-    target: str
-    parameters: tuple[ParameterSlot, ...]
-    shared: int
-    carveout: int
-    wide_clusters: bool
-    signature: Signature | None
-    """The kernel's signature; None if unknown."""
+    digest: str = ""
+    parameters: tuple[ParameterSlot, ...] = ()
+    signature: Signature | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,16 +103,6 @@ class _Named:
     pinned: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """An address that a node holds.  `place`: index of the node in the survey's `walk`."""
-
-    address: int
-    access: Access
-    place: int
-    path: str
-
-
 def _by_address(
     things: Sequence[_T], address_of: Callable[[_T], int]
 ) -> Callable[[MemoryRange], list[_T]]:
@@ -377,12 +367,8 @@ def _pieces(
                     gap = _gap(address, near, live)
                     if gap is not None:
                         ranges.append(gap)
-    uses = [
-        _Use(address.value, address.access, place, node.path)
-        for place, node in enumerate(found.graph.walk())
-        for address in node.addresses
-    ]
-    used = _by_address(uses, lambda use: use.address)
+    uses = [(address, node) for node in found.graph.walk() for address in node.addresses]
+    used = _by_address(uses, lambda use: use[0].value)
     names = _by_address(list(named.values()), lambda one: one.memory.address)
     pieces = [
         _piece(memory, None, used(memory), names(memory), context) for memory in merged(ranges)
@@ -428,15 +414,16 @@ def _gap(address: Address, near: Sequence[MemoryRange], live: KnownRanges) -> Me
 def _piece(
     memory: MemoryRange,
     node: int | None,
-    uses: Sequence[_Use],
+    uses: Sequence[tuple[Address, SurveyedNode]],
     inside: Sequence[_Named],
     context: Context,
 ) -> _Piece:
-    """Describes a block.  `uses`: addresses in it.  `inside`: named buffers that begin in it."""
-    users = {use.place: use.path for use in uses}
+    """Describes a block.  `uses`: addresses in it, with their nodes.  `inside`: named buffers that
+    begin in it."""
+    users = {id(node): node.path for _, node in uses}
     access = Access(0)
-    for use in uses:
-        access |= use.access
+    for address, _ in uses:
+        access |= address.access
     owner = context.owner_of(memory.address) if node is None else None
     pinned = any(one.pinned for one in inside) or bool(getattr(owner, "pinned", False))
     return _Piece(
@@ -539,15 +526,9 @@ class _Plan:
         if code.data and code.data not in self._digests:
             self._digests[code.data] = sha256(code.data).hexdigest()
         return FunctionRecord(
-            code.name,
-            code.kind,
-            self._digests.get(code.data, ""),
-            code.target,
-            parameters,
-            code.shared,
-            code.carveout,
-            code.wide_clusters,
-            signature if known else None,
+            *(code.name, code.kind, b"", code.target),
+            *(code.shared, code.carveout, code.wide_clusters),
+            *(self._digests.get(code.data, ""), parameters, signature if known else None),
         )
 
     def _place(self, address: int) -> tuple[int, int]:

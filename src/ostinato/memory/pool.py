@@ -174,7 +174,7 @@ class CapturePool(Closeable):
         if self._slabs and self._used + piece <= self._slabs[-1].nbytes:
             return self._slabs[-1]
         size = max(piece, self._slab)
-        if self.context.captures_under_way:
+        if self.context.captures:
             growth = Growth(size, caller_location(), name)
             with self.context.relaxed():
                 slab = allocate(self.context, size, BYTES)

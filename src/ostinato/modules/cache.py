@@ -413,7 +413,7 @@ class ModuleCache(Closeable):
         """
         try:
             loaded = call()
-            if self.context.captures_under_way:
+            if self.context.captures:
                 _log.warning(
                     "kernel %r was loaded while a capture was under way, at %s; this driver "
                     "allows it, others break the capture: modules.preload it before",
