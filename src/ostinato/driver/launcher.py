@@ -429,14 +429,9 @@ def set_words(
     return made
 
 
-def node_reader() -> Callable[..., Any] | None:
-    """Returns `read_nodes` of the extension, or None without it."""
-    return None if _extension is None else _extension.read_nodes
-
-
-def capture_reader() -> Callable[..., Any] | None:
-    """Returns `capture_info` of the extension, or None without it."""
-    return None if _extension is None else _extension.capture_info
+def reader(name: str) -> Callable[..., Any] | None:
+    """Returns `read_nodes` or `capture_info` of the extension, or None without it."""
+    return getattr(_extension, name, None)
 
 
 @contextmanager

@@ -125,12 +125,6 @@ def _require_no_capture(stream: Stream) -> None:
         )
 
 
-def _single(entry: object) -> tuple[Node | int, int | str, object]:
-    if not (isinstance(entry, tuple | list) and len(entry) == 3):
-        raise InputError(f"set_all: {entry!r} is no (node, argument, value)")
-    return entry[0], entry[1], entry[2]
-
-
 def _leaving() -> int:
     """Stands for the launch on a closed stream."""
     raise AssertionError("a launch on a closed stream")
@@ -729,7 +723,10 @@ class GraphExec(Launcher, Closeable):
 
             run.set_all((node, "n", 128) for node in attention)
         """
-        given = [_single(entry) for entry in changes]
+        given = list(changes)
+        for entry in given:
+            if not (isinstance(entry, tuple | list) and len(entry) == 3):
+                raise InputError(f"set_all: {entry!r} is no (node, argument, value)")
         with uninterrupted, self._lock:
             writes: dict[NodeHandle, dict[int, Write]] = {}
             for node, argument, value in given:

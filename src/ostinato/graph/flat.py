@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 
 from ostinato.driver.api import (
     ChildGraphNodeParams,
@@ -22,6 +21,7 @@ from ostinato.driver.api import (
     NodeKind,
     NodeParams,
 )
+from ostinato.driver.order import in_order
 from ostinato.errors import GraphError
 from ostinato.graph.node import Node
 
@@ -94,15 +94,12 @@ def _add(
     """Appends the nodes of one graph, whose first ones wait for `outer`."""
     # By index: an executable that was updated has its first handles, and the new graph's children.
     index = {node: at for at, node in enumerate(driver.graph_nodes(graph))}
-    sources: list[set[int]] = [set() for _ in nodes]
-    targets: list[set[int]] = [set() for _ in nodes]
-    for edge in driver.graph_edges(graph):
-        sources[index[edge.target]].add(index[edge.source])
-        targets[index[edge.source]].add(index[edge.target])
-    ready = [at for at, before in enumerate(sources) if not before]
+    edges = [(index[edge.source], index[edge.target]) for edge in driver.graph_edges(graph)]
+    sources: list[list[int]] = [[] for _ in nodes]
+    for source, target in edges:
+        sources[target].append(source)
     place: dict[int, int] = {}
-    while ready:
-        at = heappop(ready)
+    for at in in_order(len(nodes), edges) or ():
         node = nodes[at]
         path = f"{prefix}{node.index}"
         _require_apart(node, path)
@@ -115,9 +112,6 @@ def _add(
             after = tuple(n for n in range(begin, len(found)) if n not in waited) or after
         place[at] = len(found)
         found.append(FlatNode(node, path, after, node.handle in off))
-        for target in targets[at]:
-            if sources[target] <= place.keys():
-                heappush(ready, target)
 
 
 def _require_apart(node: Node, path: str) -> None:

@@ -39,6 +39,7 @@ from ostinato.driver.api import (
     NodeParams,
     ParameterSlot,
 )
+from ostinato.driver.order import in_order
 from ostinato.driver.signature import Access, Signature
 from ostinato.errors import GraphFileError, InputError
 from ostinato.graphfile.plain import MOST_ITEMS, MOST_TEXT, Column, Plain, short
@@ -60,7 +61,6 @@ from ostinato.graphfile.records import (
     PointerWord,
     Words,
     fields_of,
-    in_order,
     itemsize_of,
     starts_of,
 )
@@ -510,7 +510,8 @@ class _GraphReader:
                 raise item.wrong("data", f"there is no edge {index}")
             data[index] = self._edge_data(item, *one)
         made = list(map(EdgeRecord._make, zip(source.tolist(), target.tolist(), data, strict=True)))
-        if not (source < target).all() and in_order(count, made) is None:
+        pairs = [] if (source < target).all() else [(edge.source, edge.target) for edge in made]
+        if in_order(count, pairs) is None:
             raise item.wrong("target", "they close a cycle")
         return made
 

@@ -33,6 +33,7 @@ from ostinato.driver.api import (
     not_null,
 )
 from ostinato.driver.context import Context, context_of
+from ostinato.driver.order import in_order
 from ostinato.driver.signature import BF16, BF16_TYPESTR, BYTES
 from ostinato.driver.stream import Event, Operation, Stream
 from ostinato.errors import ContextPoisonedError, DriverError, GraphFileError, InputError
@@ -58,7 +59,6 @@ from ostinato.graphfile.records import (
     Kernels,
     NamedBuffer,
     NodeRecord,
-    in_order,
     look_of,
     machine_of,
     misfit,
@@ -560,7 +560,7 @@ class Loader:
     # --- nodes
     def _build(self, graph: LoadedGraph, handle: GraphHandle, record: GraphRecord) -> None:
         """Adds all nodes of a record to a definition: the graph's own, a child graph or a body."""
-        order = in_order(len(record), record.edges)
+        order = in_order(len(record), [(edge.source, edge.target) for edge in record.edges])
         assert order is not None, "a manifest with a cycle is refused"
         position = {place: index for index, place in enumerate(order)}
         before: list[list[int]] = [[] for _ in order]

@@ -10,7 +10,6 @@ Most graphs consist almost only of kernel nodes, thousands of them.  They are ke
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -487,24 +486,3 @@ def itemsize_of(dtype: str) -> int:
     except (TypeError, ValueError, SyntaxError):
         return 0
     return 0 if found.hasobject or found.str != dtype else found.itemsize
-
-
-def in_order(count: int, edges: Sequence[EdgeRecord]) -> list[int] | None:
-    """Returns the nodes in topological order; None if the edges form a cycle."""
-    if all(source < target for source, target, _ in edges):
-        return list(range(count))
-    waiting = [0] * count
-    after: list[list[int]] = [[] for _ in range(count)]
-    for edge in edges:
-        waiting[edge.target] += 1
-        after[edge.source].append(edge.target)
-    ready = [node for node in range(count) if not waiting[node]]
-    order: list[int] = []
-    while ready:
-        node = heapq.heappop(ready)  # the smallest, so that nodes already in order stay in order
-        order.append(node)
-        for follower in after[node]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, follower)
-    return order if len(order) == count else None

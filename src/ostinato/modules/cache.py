@@ -32,6 +32,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -296,8 +297,8 @@ class ModuleCache(Closeable):
             with self._lock:
                 kernel = self._store.add_kernel(asked.key, name, parsed, kernel)
         fast_key: Hashable = (source, name, options, signature)
-        if stored.inputs.fixed and _hashable(fast_key):
-            with self._lock:
+        if stored.inputs.fixed:
+            with self._lock, suppress(TypeError):  # arguments that cannot be hashed
                 if not self._closed:
                     self._store.add_fast(asked.key, fast_key, kernel, known.nbytes)
         return kernel
@@ -429,14 +430,6 @@ class ModuleCache(Closeable):
                 f"modules.preload([(source, {name!r})])",
                 location=caller_location(),
             ) from error
-
-
-def _hashable(value: Hashable) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------------------------- loaded modules

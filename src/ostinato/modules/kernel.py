@@ -179,7 +179,7 @@ class Kernel:
         self.slots = known or (signature.layout if signature is not None else ())
         """The layout of the parameters: the compiled code's own if the driver knows it."""
         codes = _codes(signature, self.slots)
-        self._pack: Pack = _pack_nothing
+        self._pack: Pack = lambda _: None
         self.call: PlainLaunch | None = None
         """Launches with plain values in a plain config; None if the driver has no such call."""
         if codes is not None and signature is not None:
@@ -273,8 +273,3 @@ def _codes(signature: Signature | None, slots: tuple[object, ...]) -> str | None
         return None
     codes = [parameter.plain for parameter in signature.parameters]
     return "".join(codes) if all(codes) else None
-
-
-def _pack_nothing(values: tuple[object, ...]) -> bytes | None:
-    """Packs nothing: for kernels whose arguments are always packed by their signature."""
-    return None

@@ -85,7 +85,7 @@ from ostinato.driver.cuda.nodes import (
     read_memset,
 )
 from ostinato.driver.cuda.streams import StreamCalls
-from ostinato.driver.launcher import node_reader
+from ostinato.driver.launcher import reader
 from ostinato.errors import ContextPoisonedError, DriverError, Status
 
 # The calls that set a node's parameters: in a definition, and in an executable.
@@ -207,7 +207,7 @@ class GraphCalls(StreamCalls, ModuleCalls):
         def missing(function: int) -> bytes:
             return layout_bytes(self.layout_of(function))
 
-        compiled = node_reader()
+        compiled = reader("read_nodes")
         if compiled is None or not all(self._read_addresses):
             calls = self._calls
             get = tuple(calls[symbol] for symbol in _READ)

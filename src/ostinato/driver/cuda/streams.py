@@ -18,7 +18,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda.core import CudaCalls
 from ostinato.driver.cuda.libcuda import Libcuda
-from ostinato.driver.launcher import capture_reader
+from ostinato.driver.launcher import reader
 from ostinato.errors import Status
 
 _ACTIVE = int(CaptureStatus.ACTIVE)
@@ -154,7 +154,7 @@ class StreamCalls(CudaCalls):
         return GraphHandle(graph.value)
 
     def stream_capture_info(self, stream: StreamHandle) -> CaptureInfo:
-        compiled, addresses = capture_reader(), self._info_addresses
+        compiled, addresses = reader("capture_info"), self._info_addresses
         if compiled is not None and addresses is not None and self._off is None:
             found = compiled(addresses, self._context, stream)
             if type(found) is tuple:

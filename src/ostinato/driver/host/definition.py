@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from graphlib import TopologicalSorter
 from random import Random
 
 import numpy as np
@@ -38,6 +36,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.host.handles import HandleTable, invalid, new_handle, unsupported
 from ostinato.driver.host.memory import MemoryTable
+from ostinato.driver.order import in_order
 from ostinato.errors import DriverError
 
 MEMORY_KINDS = frozenset({NodeKind.MEM_ALLOC, NodeKind.MEM_FREE})
@@ -469,18 +468,7 @@ def execution_order(graph: GraphDefinition, shuffle: Random | None = None) -> li
     if shuffle is not None:
         shuffle.shuffle(nodes)
     index = {node: i for i, node in enumerate(nodes)}
-    if all(index[source] < i for i, node in enumerate(nodes) for source, _ in node.incoming):
-        return nodes
-    sorter = TopologicalSorter(
-        {i: [index[source] for source, _ in node.incoming] for i, node in enumerate(nodes)}
-    )
-    sorter.prepare()  # no cycles: edges are checked when they are added
-    ready: list[int] = []
-    order: list[DefinitionNode] = []
-    while sorter.is_active():
-        for i in sorter.get_ready():
-            heapq.heappush(ready, i)
-        first = heapq.heappop(ready)
-        order.append(nodes[first])
-        sorter.done(first)
-    return order
+    edges = [(index[source], i) for i, node in enumerate(nodes) for source, _ in node.incoming]
+    order = in_order(len(nodes), edges)
+    assert order is not None, "edges are checked when they are added"
+    return [nodes[i] for i in order]
