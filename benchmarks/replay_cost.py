@@ -44,6 +44,7 @@ from functools import partial
 import ostinato as ost
 from benchmarks import common
 from benchmarks.common import Chain, Measured, measured
+from benchmarks.uncompiled import without_extension
 from ostinato.driver import launcher
 from ostinato.step import ExplicitBuckets, GraphCache
 
@@ -192,7 +193,7 @@ def contenders(
     with ost.capture(stream) as capture:
         chain.submit(stream)
     run = capture.graph.instantiate(upload=stream)
-    with launcher.without_extension():  # its launches are ctypes calls
+    with without_extension():  # its launches are ctypes calls
         plain = capture.graph.instantiate(upload=stream)
     cuda = device.capabilities.source_language == "cuda"
     found: list[Contender | None] = []
@@ -205,7 +206,7 @@ def contenders(
         found += _steps(chain, stream)
     else:
         skipped["ostinato compiled"] = launcher.description()
-    found += _ours("ctypes", plain, stream, launcher.without_extension)
+    found += _ours("ctypes", plain, stream, without_extension)
     if cuda:
         found.append(_made(skipped, "cuda.bindings", lambda: _bindings(run, stream)))
         found.append(_made(skipped, "cuda.core", lambda: _cuda_core(chain)))

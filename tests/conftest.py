@@ -22,6 +22,7 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 
+from benchmarks.uncompiled import without_extension
 from ostinato.device import Device, open_device
 from ostinato.driver import launcher as driver_launcher
 from ostinato.driver.host.driver import HostDriver
@@ -144,7 +145,7 @@ def cuda_device(request: pytest.FixtureRequest) -> Iterator[Device]:
 def launcher(request: pytest.FixtureRequest) -> Iterator[str]:
     """Replays by the compiled hot path, where it was built, and by the one in Python."""
     if request.param == "python":
-        with driver_launcher.without_extension():
+        with without_extension():
             yield "python"
     elif driver_launcher.compiled():
         yield "compiled"

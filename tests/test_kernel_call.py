@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.uncompiled import without_extension
 from ostinato.driver.api import (
     FunctionHandle,
     KernelArguments,
@@ -33,7 +34,6 @@ from ostinato.driver.launcher import (
     kernel_node,
     packer,
     set_nodes,
-    without_extension,
 )
 from ostinato.driver.signature import BYTES, Signature, Space
 from ostinato.errors import ClosedError, DriverError

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from benchmarks.uncompiled import without_extension
 from ostinato.device import Device, open_device
-from ostinato.driver import launcher
 from ostinato.driver.api import AllocNodeParams
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ContextPoisonedError, InputError, NotReadyError, SettingsError, Status
@@ -174,7 +174,7 @@ def test_eager_work_that_fails_in_a_box_is_not_put_down_to_a_replay(ground: Grou
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_executable_that_was_launched_before_is_watched(ground: Ground, compiled: bool) -> None:
     """Its launches on one stream had taken the shortest way."""
-    with nullcontext() if compiled else launcher.without_extension():
+    with nullcontext() if compiled else without_extension():
         run = trapped(ground, turn=4)
         for _ in range(3):
             run.launch(ground.stream)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from benchmarks.uncompiled import without_extension
 from ostinato.device import Device
-from ostinato.driver import launcher
 from ostinato.driver.api import CaptureMode
 from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import (
@@ -288,7 +288,7 @@ def test_launches_on_other_streams_keep_their_order_with_the_twin(device: Device
 def test_after_a_sampler_launches_take_the_short_way_again(
     device: Device, stream: ost.Stream
 ) -> None:
-    with launcher.without_extension():
+    with without_extension():
         run, _ = counting(device)
         run.launch(stream)
         with run.profile(stream=stream, sample=5):

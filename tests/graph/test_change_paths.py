@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from benchmarks.uncompiled import without_extension
 from ostinato.driver import launcher as driver_launcher
 from ostinato.driver.api import KernelArguments, KernelNodeParams
 from ostinato.errors import ClosedError, GraphError, InputError, NodeKindError, UpdateRefusedError
@@ -83,7 +84,7 @@ def rig(request: pytest.FixtureRequest, library: Path) -> Iterator[Rig]:
             yield Rig(device, device.modules.get_or_compile(source, "blend"), None)
         return
     if request.param == "cuda python":
-        with driver_launcher.without_extension(), stub_device(library) as stub:
+        with without_extension(), stub_device(library) as stub:
             yield Rig(stub.device, stub.kernel, stub)
         return
     if not driver_launcher.compiled():

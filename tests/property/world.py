@@ -22,8 +22,8 @@ from typing import Final
 import numpy as np
 
 import ostinato as ost
+from benchmarks.uncompiled import without_extension
 from ostinato.device import Device
-from ostinato.driver import launcher
 from ostinato.errors import ClosedError, ContextPoisonedError, OstinatoError
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.property.engine import BYTE, lists, rule, sampled, tuples
@@ -100,7 +100,7 @@ class World:
         """Launches, changes, and what was refused, by the error."""
         self.around = contextlib.ExitStack()
         if not self.compiled:
-            self.around.enter_context(launcher.without_extension())
+            self.around.enter_context(without_extension())
         self.open()
 
     def open(self) -> None:

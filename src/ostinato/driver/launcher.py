@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -432,26 +431,3 @@ def set_words(
 def reader(name: str) -> Callable[..., Any] | None:
     """Returns `read_nodes` or `capture_info` of the extension, or None without it."""
     return getattr(_extension, name, None)
-
-
-@contextmanager
-def without_extension() -> Iterator[None]:
-    """Makes executables that are made and used in the block run as without the extension: for
-    tests, and to measure its gain.  One thread at a time may enter."""
-    global _extension
-    kept = _extension
-    if kept is None:
-        yield
-        return
-    kind, names = kept.Launcher, ("launch", "_heat", "cool")
-    compiled = {name: vars(kind)[name] for name in names}
-    for name in ("_hot", *names):
-        setattr(kind, name, vars(PythonLauncher)[name])
-    _extension = None
-    try:
-        yield
-    finally:
-        _extension = kept
-        for name, value in compiled.items():
-            setattr(kind, name, value)
-        del kind._hot
