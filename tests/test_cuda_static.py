@@ -54,7 +54,7 @@ from ostinato.driver.cuda.nodes import (
 )
 from ostinato.errors import DriverError, NoCudaError, NotAvailableError, Status
 from tools import cuda_versions
-from tools.cuda_versions import fields_of
+from tools.cuda_versions import STRUCTURES, fields_of
 
 INSTALL_LINE = 'pip install "ostinato[cuda13]"'
 
@@ -241,7 +241,7 @@ GROWING = {
 def _disagreements(layouts: dict[str, dict[str, int]]) -> list[str]:
     """What is wrong with our structures for a driver that has these layouts."""
     wrong: list[str] = []
-    for name, kind in cu.STRUCTURES.items():
+    for name, kind in STRUCTURES.items():
         layout, ours = layouts.get(name), fields_of(kind)
         if layout is None:
             wrong.append(f"there is no {name}")
@@ -268,20 +268,20 @@ def _disagreements(layouts: dict[str, dict[str, int]]) -> list[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_structures_are_those_of_every_version(version: str) -> None:
-    layouts = {name: _layout_in(_version(version), name) for name in cu.STRUCTURES}
+    layouts = {name: _layout_in(_version(version), name) for name in STRUCTURES}
     assert _disagreements({name: layout for name, layout in layouts.items() if layout}) == []
 
 
 def test_every_field_is_in_some_version() -> None:
     newest = _version(VERSIONS[-1])
-    for name, kind in cu.STRUCTURES.items():
+    for name, kind in STRUCTURES.items():
         missing = fields_of(kind).keys() - _layout_in(newest, name).keys()
         # What the getter of version 1 does not write.
         assert missing == ({"ctx"} if name == "CUDA_MEMSET_NODE_PARAMS" else set()), name
 
 
 def test_a_disagreement_would_be_noticed() -> None:
-    layouts = {name: _layout_in((13, 0), name) for name in cu.STRUCTURES}
+    layouts = {name: _layout_in((13, 0), name) for name in STRUCTURES}
     layouts["CUgraphEdgeData"] = layouts["CUgraphEdgeData"] | {"": 9, "type": 3}
     del layouts["CUDA_MEMCPY3D"]
     assert _disagreements(layouts) == [
@@ -378,12 +378,12 @@ def header() -> cuda_versions.Header:
 
 
 def test_structures_are_the_headers(header: cuda_versions.Header) -> None:
-    layouts = header.layouts(cu.STRUCTURES)
+    layouts = header.layouts(STRUCTURES)
     if header.version >= cu.REQUIRED:
         assert _disagreements(layouts) == []
     if str(header) in TABLE["versions"]:
         assert layouts == {
-            name: layout for name in cu.STRUCTURES if (layout := _layout_in(header.version, name))
+            name: layout for name in STRUCTURES if (layout := _layout_in(header.version, name))
         }
 
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 from ostinato.driver.cuda import libcuda as cu
 
-__all__ = ["NUMBERS", "TABLE", "Header", "fields_of"]
+__all__ = ["NUMBERS", "STRUCTURES", "TABLE", "Header", "fields_of"]
 
 TABLE = Path(__file__).parents[1] / "tests" / "data" / "cuda_versions.json"
 
@@ -37,6 +37,38 @@ T = TypeVar("T")
 # Our field names to the header's, where the header nests deeper; and fields that only we have.
 _RENAMED = {"deviceUpdatable": "deviceUpdatableKernelNode.deviceUpdatable"}
 _OURS_ONLY = {"words"}
+
+STRUCTURES: dict[str, type[ctypes.Structure] | type[ctypes.Union]] = {
+    "CUgraphEdgeData": cu.EdgeDataStruct,
+    "CUlaunchAttributeValue": cu.LaunchAttributeValue,
+    "CUlaunchAttribute": cu.LaunchAttribute,
+    "CUlaunchConfig": cu.LaunchConfigStruct,
+    "CUDA_KERNEL_NODE_PARAMS_v2": cu.KernelParams,
+    "CUDA_KERNEL_NODE_PARAMS_v3": cu.KernelParams,
+    "CUDA_MEMCPY3D": cu.Memcpy3D,
+    "CUDA_MEMCPY_NODE_PARAMS": cu.MemcpyParams,
+    "CUDA_MEMSET_NODE_PARAMS_v2": cu.MemsetParams,
+    "CUDA_MEMSET_NODE_PARAMS": cu.MemsetParams,
+    "CUDA_HOST_NODE_PARAMS": cu.HostParams,
+    "CUDA_HOST_NODE_PARAMS_v2": cu.HostParams,
+    "CUDA_CHILD_GRAPH_NODE_PARAMS": cu.ChildGraphParams,
+    "CUDA_EVENT_RECORD_NODE_PARAMS": cu.EventParams,
+    "CUDA_EVENT_WAIT_NODE_PARAMS": cu.EventParams,
+    "CUmemLocation": cu.MemLocation,
+    "CUmemPoolProps": cu.MemPoolProps,
+    "CUDA_MEM_ALLOC_NODE_PARAMS": cu.MemAllocParams,
+    "CUDA_MEM_ALLOC_NODE_PARAMS_v2": cu.MemAllocParams,
+    "CUDA_MEM_FREE_NODE_PARAMS": cu.MemFreeParams,
+    "CUstreamBatchMemOpParams": cu.MemOpStruct,
+    "CUDA_BATCH_MEM_OP_NODE_PARAMS": cu.BatchMemOpParams,
+    "CUDA_BATCH_MEM_OP_NODE_PARAMS_v2": cu.BatchMemOpParams,
+    "CUDA_CONDITIONAL_NODE_PARAMS": cu.ConditionalParams,
+    "CUgraphNodeParams": cu.GraphNodeParams,
+    "CUDA_GRAPH_INSTANTIATE_PARAMS": cu.InstantiateParams,
+    "CUgraphExecUpdateResultInfo": cu.UpdateResultInfo,
+}
+"""The structures of `libcuda` by the header's names.  A name without a version is what a getter
+writes."""
 
 NUMBERS = (
     *("CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW", "CU_LAUNCH_ATTRIBUTE_COOPERATIVE"),
@@ -181,7 +213,7 @@ def table_of(headers: list[Header]) -> dict[str, Any]:
     structures: dict[str, dict[str, dict[str, int]]] = {}
     before: dict[str, dict[str, int]] = {}
     for header in headers:
-        for name, layout in header.layouts(cu.STRUCTURES).items():
+        for name, layout in header.layouts(STRUCTURES).items():
             old = before.get(name, {})
             if old.keys() - layout.keys():
                 raise SystemExit(f"{header}: {name} has lost {old.keys() - layout.keys()}")

@@ -6,7 +6,7 @@ cuda.bindings changed between 12.9, 13.0 and later (which version a name stands 
 unions).  Prepared ctypes calls are also the fastest from Python (a graph launch: a median of
 2.1 µs against 3.0) and release the GIL.  cuda.core opens the device and its primary context.
 
-`PROTOTYPES` is text in C's own words, parsed here for ctypes.  The fields of `STRUCTURES` have the
+`PROTOTYPES` is text in C's own words, parsed here for ctypes.  The fields of structures have the
 header's names; unions list only the members that are used.  Tests compare both with a table made
 from the headers of CUDA 12.0 to 13.5 (`tools/cuda_versions.py`), and with the cuda.h of the machine
 through a C compiler.
@@ -446,39 +446,6 @@ class InstantiateParams(Structure):
 
 class UpdateResultInfo(Structure):
     _fields_ = (("result", c_int), *_named(c_void_p, "errorNode errorFromNode"))
-
-
-# The structures here by the header's names; tests compare sizes and the offsets of fields with
-# these.  A name without a version is what a getter writes.
-STRUCTURES: dict[str, type[Structure] | type[Union]] = {
-    "CUgraphEdgeData": EdgeDataStruct,
-    "CUlaunchAttributeValue": LaunchAttributeValue,
-    "CUlaunchAttribute": LaunchAttribute,
-    "CUlaunchConfig": LaunchConfigStruct,
-    "CUDA_KERNEL_NODE_PARAMS_v2": KernelParams,
-    "CUDA_KERNEL_NODE_PARAMS_v3": KernelParams,
-    "CUDA_MEMCPY3D": Memcpy3D,
-    "CUDA_MEMCPY_NODE_PARAMS": MemcpyParams,
-    "CUDA_MEMSET_NODE_PARAMS_v2": MemsetParams,
-    "CUDA_MEMSET_NODE_PARAMS": MemsetParams,
-    "CUDA_HOST_NODE_PARAMS": HostParams,
-    "CUDA_HOST_NODE_PARAMS_v2": HostParams,
-    "CUDA_CHILD_GRAPH_NODE_PARAMS": ChildGraphParams,
-    "CUDA_EVENT_RECORD_NODE_PARAMS": EventParams,
-    "CUDA_EVENT_WAIT_NODE_PARAMS": EventParams,
-    "CUmemLocation": MemLocation,
-    "CUmemPoolProps": MemPoolProps,
-    "CUDA_MEM_ALLOC_NODE_PARAMS": MemAllocParams,
-    "CUDA_MEM_ALLOC_NODE_PARAMS_v2": MemAllocParams,
-    "CUDA_MEM_FREE_NODE_PARAMS": MemFreeParams,
-    "CUstreamBatchMemOpParams": MemOpStruct,
-    "CUDA_BATCH_MEM_OP_NODE_PARAMS": BatchMemOpParams,
-    "CUDA_BATCH_MEM_OP_NODE_PARAMS_v2": BatchMemOpParams,
-    "CUDA_CONDITIONAL_NODE_PARAMS": ConditionalParams,
-    "CUgraphNodeParams": GraphNodeParams,
-    "CUDA_GRAPH_INSTANTIATE_PARAMS": InstantiateParams,
-    "CUgraphExecUpdateResultInfo": UpdateResultInfo,
-}
 
 
 # ------------------------------------------------------------------------------------- the library
