@@ -216,7 +216,7 @@ class GraphExec(Launcher, Closeable):
         self.context = graph.context
         self.flags = flags
         self._handle = release.handle
-        self._closed = False
+        self.closed = False
         self._lock = new_lock()
         self._prepared: dict[Stream, Callable[[], int]] = {}
         self._before_launch = graph.before_launch
@@ -276,13 +276,13 @@ class GraphExec(Launcher, Closeable):
         return executable
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "unusable" if self._shadow.unusable else "ready"
+        state = "closed" if self.closed else "unusable" if self._shadow.unusable else "ready"
         return f"<GraphExec {self._handle:#x} on {self.context.driver.name}, {state}>"
 
     @property
     def handle(self) -> ExecHandle:
         """The driver's handle.  Raises ClosedError after close()."""
-        if self._closed:
+        if self.closed:
             raise ClosedError("the executable graph is closed; instantiate it again")
         return self._handle
 
@@ -303,7 +303,7 @@ class GraphExec(Launcher, Closeable):
     @property
     def suspect(self) -> bool:
         """True if `usable()` may be False: a cheap check before each replay."""
-        return bool(self._given_back or self._shadow.unusable or self._closed)
+        return bool(self._given_back or self._shadow.unusable or self.closed)
 
     # --- closed memory
     def _watch(self, owners: Iterable[object]) -> None:
@@ -322,7 +322,7 @@ class GraphExec(Launcher, Closeable):
     def _require_usable(self) -> None:
         """Raises ClosedError or GraphError unless it can be launched."""
         self.context.require_open()
-        if self._closed:
+        if self.closed:
             raise ClosedError("the executable graph is closed; instantiate it again")
         if self._shadow.unusable:
             raise GraphError(self._shadow.unusable)
@@ -432,7 +432,7 @@ class GraphExec(Launcher, Closeable):
                 self._heat(stream, call)
                 # Checked afterwards: a tap or a close in between has cooled it, or is found here.
                 open_ = in_place is None and not (
-                    self._closed or self._shadow.unusable or self._given_back or stream.closed
+                    self.closed or self._shadow.unusable or self._given_back or stream.closed
                 )
                 stays = self.context.keep_hot(self) and open_ and self._sampling() is sampler
             finally:  # also after an interruption: no other code would cool it
@@ -919,16 +919,12 @@ class GraphExec(Launcher, Closeable):
             self.context.retire(old.clear, tuple(self._prepared))
 
     # --- lifetime
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
     @uninterrupted
     def close(self) -> None:
         """Destroys the executable once its own last launch is done; does not wait.  Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.cool()
         with self._lock:  # waits for changes in other threads; later ones find this closed
             self._shadow.end_live()

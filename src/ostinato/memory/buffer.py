@@ -118,7 +118,8 @@ class Buffer(Closeable):
         self.pinned = pinned
         self.base = base
         """The owner of the memory of a view or an adopted array, which is kept alive; or None."""
-        self._range = MemoryRange(address, math.prod(shape) * dtype.itemsize)
+        self.range = MemoryRange(address, math.prod(shape) * dtype.itemsize)
+        """Address and bytes; those that it had, if the buffer is closed."""
         self._closed = False
         self._finalizer: weakref.finalize[..., Buffer] | None = None
         self._place(address)
@@ -134,7 +135,7 @@ class Buffer(Closeable):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
-            if name in ("address", "_pointer") and "_range" in self.__dict__:
+            if name in ("address", "_pointer") and "range" in self.__dict__:
                 self._require_open()
             hint = _HINTS.get(name, "")
             raise AttributeError(
@@ -147,7 +148,7 @@ class Buffer(Closeable):
     def __repr__(self) -> str:
         place = "pinned" if self.pinned else self.context.driver.name
         state = " closed" if self.closed else ""
-        at = f"{self._range.address:#x}"
+        at = f"{self.range.address:#x}"
         name = f"{self.name!r} " if self.name else ""
         return (
             f"<Buffer {name}{dtype_name(self.dtype)}{list(self.shape)} at {at} on {place}{state}>"
@@ -160,12 +161,7 @@ class Buffer(Closeable):
 
     @property
     def nbytes(self) -> int:
-        return self._range.nbytes
-
-    @property
-    def range(self) -> MemoryRange:
-        """Address and bytes; those that it had, if the buffer is closed."""
-        return self._range
+        return self.range.nbytes
 
     @property
     def closed(self) -> bool:
@@ -184,14 +180,12 @@ class Buffer(Closeable):
             self._watchers.add(watcher)
             self._last_watcher = weakref.ref(watcher)
         if self._closed:  # perhaps by another thread, after the watcher was added
-            watcher.memory_closed(self._range)
+            watcher.memory_closed(self.range)
 
     def _require_open(self) -> None:
         if self.closed:
             named = f"buffer {self.name!r}" if self.name else "buffer"
-            raise ClosedError(
-                f"the {named} at {self._range.address:#x} is closed; allocate another"
-            )
+            raise ClosedError(f"the {named} at {self.range.address:#x} is closed; allocate another")
 
     # --- views
     def view(
@@ -248,7 +242,7 @@ class Buffer(Closeable):
 
     def _part(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Buffer:
         """Returns a view that is known to lie inside."""
-        address = self._range.address + offset
+        address = self.range.address + offset
         return _View(self.context, address, shape, dtype, pinned=self.pinned, base=self)
 
     def __getitem__(self, index: int | slice) -> Buffer:
@@ -420,7 +414,7 @@ class Buffer(Closeable):
             everybody = () if self._finalizer is None else members(self.context.watchers)
             # Closing a view, or memory of another owner, frees nothing.
             for watcher in (*self._told(), *everybody):
-                watcher.memory_closed(self._range)
+                watcher.memory_closed(self.range)
             if self._finalizer is not None:
                 self._finalizer()
         if self._finalizer is not None:
@@ -447,7 +441,7 @@ class _View(Buffer):
         # If the base is no view, its flag itself: each launch reads this.
         if self._closed or (base._closed if type(base) is Buffer else base.closed):
             self._require_open()
-        return self._range.address
+        return self.range.address
 
     @property
     def _pointer(self) -> tuple[int, Element]:  # type: ignore[override]
@@ -457,7 +451,7 @@ class _View(Buffer):
         made = self._made
         if made is None:
             element = self.context.space.element(self.dtype)
-            made = self._made = (self._range.address, element)
+            made = self._made = (self.range.address, element)
         return made
 
     @property

@@ -89,7 +89,7 @@ class CapturePool(Closeable):
         self.context = context
         self.name = name
         self._slab = least
-        self._state = PoolState.OPEN
+        self.state = PoolState.OPEN
         self._lock = new_lock()
         self._slabs: list[Buffer] = []
         self._used = 0  # bytes used of the last slab
@@ -101,24 +101,19 @@ class CapturePool(Closeable):
     def __repr__(self) -> str:
         kept = f"{sum(slab.nbytes for slab in self._slabs)} bytes"
         where = self.context.driver.name
-        return f"<CapturePool{self._named} of {kept} on {where}, {self._state.value}>"
+        return f"<CapturePool{self._named} of {kept} on {where}, {self.state.value}>"
 
     @property
     def _named(self) -> str:
         """Its name in a text, with a space before it."""
         return "" if self.name is None else f" {self.name!r}"
 
-    @property
-    def state(self) -> PoolState:
-        """The present state."""
-        return self._state
-
     def require_open(self, what: str) -> None:
         """Raises PoolSealedError or ClosedError, with `what` in the text."""
         self.context.require_open()
-        if self._state is PoolState.SEALED:
+        if self.state is PoolState.SEALED:
             raise PoolSealedError(self.sealed_text(what))
-        if self._state is PoolState.CLOSED:
+        if self.state is PoolState.CLOSED:
             raise ClosedError(f"{what}: the pool{self._named} is closed")
 
     def sealed_text(self, what: str) -> str:
@@ -134,16 +129,16 @@ class CapturePool(Closeable):
         Idempotent.  Raises ClosedError after `close`.
         """
         with self._lock:
-            if self._state is not PoolState.SEALED:
+            if self.state is not PoolState.SEALED:
                 self.require_open("seal()")
-                self._state = PoolState.SEALED
+                self.state = PoolState.SEALED
 
     def open(self) -> None:
         """Allows allocations and captures again after `seal`.  Raises ClosedError after `close`."""
         with self._lock:
-            if self._state is PoolState.CLOSED:
+            if self.state is PoolState.CLOSED:
                 raise ClosedError(f"the pool{self._named} is closed; make another")
-            self._state = PoolState.OPEN
+            self.state = PoolState.OPEN
 
     def empty(
         self,
@@ -196,7 +191,7 @@ class CapturePool(Closeable):
         """Returns the bytes reserved, allocated and by name, and the growth during captures."""
         with self._lock:
             return PoolStatistics(
-                self._state,
+                self.state,
                 sum(s.nbytes for s in self._slabs),
                 self._allocated.total(),
                 dict(self._allocated),
@@ -209,7 +204,7 @@ class CapturePool(Closeable):
         Graphs that still point into it must be closed before.
         """
         with self._lock:
-            self._state = PoolState.CLOSED
+            self.state = PoolState.CLOSED
             slabs, self._slabs = self._slabs, []
         for slab in slabs:
             slab.close()

@@ -76,23 +76,12 @@ class CudaDriver(ExecCalls):
             raise NoCudaError(f"cuda:{ordinal} has no context after cuda.core opened it; {INSTALL}")
         super().__init__(lib, context.value, ordinal)
         self._device = device
-        self._properties = self._read_properties()
-        self._capabilities = self._read_capabilities()
+        self.name = f"cuda:{ordinal}"
+        self.properties = self._read_properties()
+        self.capabilities = self._read_capabilities()
         # The preferred cluster size, which these devices have, cannot be read from a node: the
         # getter does not return it (sgl-project/sglang#37657), and an update does not change it.
-        self._hides_attributes = self._properties.compute_capability >= (10, 0)
-
-    @property
-    def name(self) -> str:
-        return f"cuda:{self._ordinal}"
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def properties(self) -> DeviceProperties:
-        return self._properties
+        self._hides_attributes = self.properties.compute_capability >= (10, 0)
 
     @property
     def cuda_context(self) -> CudaContext:
@@ -150,7 +139,7 @@ class CudaDriver(ExecCalls):
 
     def _read_capabilities(self) -> Capabilities:
         found = self._device.properties
-        hopper = self._properties.compute_capability >= (9, 0)
+        hopper = self.properties.compute_capability >= (9, 0)
         return Capabilities(
             conditional_nodes=True,
             conditional_branches=self._lib.version >= BRANCHES.since,

@@ -123,6 +123,21 @@ class HostDriver:
     collected; they never keep the interpreter from ending.
     """
 
+    capabilities = Capabilities(
+        conditional_nodes=True,
+        conditional_branches=True,
+        batch_memory_ops=True,
+        memory_nodes=True,
+        programmatic_launch=True,
+        clusters=True,
+        cooperative_launch=True,
+        host_memory_is_device_memory=True,
+        image_kinds=frozenset({"host"}),
+        source_language="host",
+        shares_memory=True,
+    )
+    cuda_context: CudaContext | None = None
+
     def __init__(
         self,
         name: str = "host",
@@ -130,7 +145,7 @@ class HostDriver:
         total_memory: int = DEFAULT_MEMORY,
         shuffle: int | None = None,
     ) -> None:
-        self._name = name
+        self.name = name
         self._shuffle = None if shuffle is None else Random(shuffle)
         self._lock = new_lock()
         self._context = HostContext(total_memory)
@@ -152,30 +167,6 @@ class HostDriver:
         self._enter = self._context.enter
         self._finalizer = weakref.finalize(self, self._context.shut_down)
         switch_off_in_children(self._context)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(
-            conditional_nodes=True,
-            conditional_branches=True,
-            batch_memory_ops=True,
-            memory_nodes=True,
-            programmatic_launch=True,
-            clusters=True,
-            cooperative_launch=True,
-            host_memory_is_device_memory=True,
-            image_kinds=frozenset({"host"}),
-            source_language="host",
-            shares_memory=True,
-        )
-
-    @property
-    def cuda_context(self) -> CudaContext | None:
-        return None
 
     @property
     def properties(self) -> DeviceProperties:
