@@ -89,17 +89,13 @@ _WORDS = {
 """The words for dtypes that NumPy lacks.  NumPy's "f16" would be a float of 128 bits."""
 
 
-def _numpys_words() -> dict[str, str]:
-    """Returns the types of the table by NumPy's names: "float32" and "f4" are "f32"."""
-    words = {"bfloat16": "bf16"}
-    for word, scalar in _SCALARS.items():
-        if word not in ("bf16", "cond"):
-            words[scalar.dtype.name] = word
-            words.setdefault(f"{scalar.dtype.kind}{scalar.dtype.itemsize}", word)
-    return {name: word for name, word in words.items() if name not in _SCALARS}
-
-
-_NUMPYS = _numpys_words()
+_NUMPYS = {"bfloat16": "bf16"} | {
+    name: word
+    for word, scalar in _SCALARS.items()
+    for name in (scalar.dtype.name, f"{scalar.dtype.kind}{scalar.dtype.itemsize}")
+    if word not in ("bf16", "cond") and name not in _SCALARS
+}
+"""The types of the table by NumPy's names: "float32" and "f4" are "f32"."""
 
 
 def as_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -325,9 +321,8 @@ class Signature(_LaidOut):
                 f"a signature is text like 'x: *f32, n: u32', not {type(text).__name__} "
                 "(a kernel for the host: @host_kernel('x: *f32, n: u32') in front of its function)"
             )
-        parameters: list[Parameter] = []
-        for part in text.split(",") if text.strip() else []:
-            parameters.append(_parse_parameter(part, text))
+        parts = text.split(",") if text.strip() else []
+        parameters = [_parse_parameter(part, text) for part in parts]
         names = [p.name for p in parameters]
         if len(set(names)) != len(names):
             raise InputError(f"signature {text!r}: two parameters share a name")

@@ -267,7 +267,6 @@ class WordIndex:
         self._kind_of = np.array(kinds, np.intp)
         self._by_handle: dict[NodeHandle, int] = {}
         """The entries, once a node is read again."""
-        self._types: tuple[npt.NDArray[np.intp], dict[np.dtype[Any], int]] | None = None
         content = _Content(self._parts, owners)
         at = self._lay_out(content, alone)
         split = content.entries_with_more(at)
@@ -417,16 +416,8 @@ class WordIndex:
 
     def other_type(self, rows: npt.NDArray[np.intp], holds: np.dtype[Any]) -> npt.NDArray[np.bool_]:
         """Returns a mask of the words that must point at another type than `holds`."""
-        if self._types is None:
-            numbers: dict[np.dtype[Any], int] = {}
-            each = [
-                -1 if word.holds is None else numbers.setdefault(word.holds, len(numbers))
-                for word in self._every
-            ]
-            self._types = np.array(each, np.intp)[self._word_of], numbers
-        types, wanted = self._types[0][rows], self._types[1].get(holds, -2)
-        other: npt.NDArray[np.bool_] = (types >= 0) & (types != wanted)
-        return other
+        other = [word.holds is not None and word.holds != holds for word in self._every]
+        return np.array(other, np.bool_)[self._word_of[rows]]
 
     # --- used memory
     def manifest(self, find: Find) -> Iterator[Touch]:

@@ -345,10 +345,6 @@ def _has_twice(numbers: Column) -> bool:
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
-def _size_of(parameters: Sequence[ParameterSlot]) -> int:
-    return parameters[-1].offset + parameters[-1].size if parameters else 0
-
-
 def _texts(item: Plain, key: str, count: int, most: int) -> dict[int, tuple[str, ...]]:
     """Reads pairs of a kernel and a text; returns the texts of each kernel."""
     found: dict[int, tuple[str, ...]] = {}
@@ -463,7 +459,8 @@ class _GraphReader:
         events: int,
     ) -> None:
         self._functions = functions
-        self._sizes = np.array([_size_of(f.parameters) for f in functions], np.int64)
+        ends = [[slot.offset + slot.size for slot in f.parameters] for f in functions]
+        self._sizes = np.array([max(end, default=0) for end in ends], np.int64)
         self._launches = launches
         self._blocks = blocks
         self._reaches = np.array([block.nbytes for block in blocks], np.int64)
@@ -508,19 +505,15 @@ class _GraphReader:
         for index, *one in rest:
             if index >= len(data):
                 raise item.wrong("data", f"there is no edge {index}")
-            data[index] = self._edge_data(item, *one)
+            from_port, to_port, kind = one
+            if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
+                raise item.wrong("data", f"{one} are ports or a type that are not known")
+            data[index] = EdgeData(from_port, to_port, EdgeType(kind))
         made = list(map(EdgeRecord._make, zip(source.tolist(), target.tolist(), data, strict=True)))
         pairs = [] if (source < target).all() else [(edge.source, edge.target) for edge in made]
         if in_order(count, pairs) is None:
             raise item.wrong("target", "they close a cycle")
         return made
-
-    @staticmethod
-    def _edge_data(item: Plain, from_port: int, to_port: int, kind: int) -> EdgeData:
-        if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
-            row = [from_port, to_port, kind]
-            raise item.wrong("data", f"{row} are ports or a type that are not known")
-        return EdgeData(from_port, to_port, EdgeType(kind))
 
     def require_allocations(self, graph: GraphRecord) -> None:
         """Raises GraphFileError unless alloc nodes and their blocks correspond in number and

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from ostinato.driver.api import (
     Driver,
@@ -63,7 +63,6 @@ class LoadedModule(Closeable):
         self._keep = keep
         self._lock = new_lock()
         self._functions: dict[str, FunctionHandle] = {}
-        self._names: tuple[str, ...] | None = None
         with uninterrupted:
             self._handle = context.driver.module_load(image)
             unload = partial(_unload, context.driver, self._handle)
@@ -78,13 +77,11 @@ class LoadedModule(Closeable):
     def closed(self) -> bool:
         return not self._finalizer.alive
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The entry names in the module, in the module's order."""
-        if self._names is None:
-            self._require_open()
-            self._names = self.context.driver.module_functions(self._handle)
-        return self._names
+        self._require_open()
+        return self.context.driver.module_functions(self._handle)
 
     def kernel(self, name: str, signature: Signature | str | None = None) -> Kernel:
         """Returns a kernel of this module, loaded onto the device now, not lazily during a capture.

@@ -524,33 +524,26 @@ class Toolchain:
         # Reentrant: the garbage collector may run a finaliser that calls this object.
         self._lock = new_lock()
         self._expected: CompilerFile | None = None
-        self._library: Nvrtc | None = None
-
-    @property
-    def loaded(self) -> Nvrtc | None:
-        """The library if it is loaded already, else None."""
-        return self._library
+        self.loaded: Nvrtc | None = None
+        """The library, once it is loaded."""
 
     def file(self) -> CompilerFile:
         """Returns the compiler's file; loads the library only if the file is not known otherwise.
 
         Raises NoCudaError if there is no compiler.
         """
-        library = self._library
-        if library is not None:
-            return library.file
+        if self.loaded is not None:
+            return self.loaded.file
         if self._expected is None:
             self._expected = self._find()
         return self._expected or self.library().file
 
     def library(self) -> Nvrtc:
         """Returns the loaded compiler.  Raises NoCudaError if there is none, or none that loads."""
-        if self._library is not None:
-            return self._library
         with self._lock:
-            if self._library is None:
-                self._library = self._load()
-            return self._library
+            if self.loaded is None:
+                self.loaded = self._load()
+            return self.loaded
 
     def _load(self) -> Nvrtc:
         try:

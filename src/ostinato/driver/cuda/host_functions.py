@@ -53,16 +53,8 @@ def _run(registered: _Registered | None, number: int | None) -> None:
         run_host_function(registered.function, registered.listeners)
 
 
-def _run_kept(number: int | None) -> None:
-    _run(_functions.get(number or 0), number)
-
-
-def _run_once(number: int | None) -> None:
-    _run(_functions.pop(number or 0, None), number)
-
-
-_kept = _CallbackType(_run_kept)
-_once = _CallbackType(_run_once)
+_kept = _CallbackType(lambda number: _run(_functions.get(number or 0), number))
+_once = _CallbackType(lambda number: _run(_functions.pop(number or 0, None), number))
 for _callback in (_kept, _once):
     # Never freed: the driver may call while the interpreter ends, and libffi gives the place of
     # a freed function to the next one that is made.
