@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.driver.api import (
+    KINDS,
     AllocNodeParams,
     BatchMemOpNodeParams,
     ChildGraphNodeParams,
@@ -199,39 +200,22 @@ _PACKED, _LAID = 1, 2  # bits of a kernel's `form`
 def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[str, Any]:
     """Returns a node that is not a kernel as plain data."""
     params = node.params
-    made: dict[str, Any] = {"name": node.name}
-    inner = [_graph_json(graph, launches) for graph in node.inner]
+    made: dict[str, Any] = {"name": node.name, "kind": KINDS[type(params)].name.lower()}
     match params:
         case MemcpyNodeParams():
-            made |= {"kind": "memcpy"} | _values(params, _MEMCPY)
+            made |= _values(params, _MEMCPY)
         case MemsetNodeParams():
-            made |= {"kind": "memset"} | _values(params, _MEMSET)
-        case ChildGraphNodeParams():
-            made |= {"kind": "child_graph", "inner": inner}
-        case EmptyNodeParams():
-            made |= {"kind": "empty"}
-        case EventRecordNodeParams():
-            made |= {"kind": "event_record", "event": int(params.event)}
-        case EventWaitNodeParams():
-            made |= {"kind": "event_wait", "event": int(params.event)}
+            made |= _values(params, _MEMSET)
+        case EventRecordNodeParams() | EventWaitNodeParams():
+            made["event"] = int(params.event)
         case AllocNodeParams():
-            made |= {"kind": "mem_alloc", "nbytes": params.nbytes}
-        case FreeNodeParams():
-            made |= {"kind": "mem_free"}
+            made["nbytes"] = params.nbytes
         case BatchMemOpNodeParams():
-            made |= {
-                "kind": "batch_mem_op",
-                "operations": [[int(o.kind), o.value, o.size] for o in params.operations],
-            }
+            made["operations"] = [[int(o.kind), o.value, o.size] for o in params.operations]
         case ConditionalNodeParams():
-            made |= {
-                "kind": "conditional",
-                "condition": int(params.handle),
-                "type": params.kind.name.lower(),
-                "inner": inner,
-            }
-        case _:
-            raise AssertionError(f"saving refuses {type(params).__name__}")
+            made |= {"condition": int(params.handle), "type": params.kind.name.lower()}
+    if node.inner:
+        made["inner"] = [_graph_json(graph, launches) for graph in node.inner]
     if node.pointers:
         made["pointers"] = [[w.place, w.block, w.into, w.proof] for w in node.pointers]
     return made
