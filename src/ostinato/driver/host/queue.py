@@ -257,15 +257,13 @@ class WorkQueue:
             self._release_waiters()
 
 
+@dataclass(slots=True, eq=False)
 class Mark:
     """A place in a queue, such as the last record of an event."""
 
-    __slots__ = ("number", "queue", "time")
-
-    def __init__(self, queue: WorkQueue, number: int) -> None:
-        self.queue = queue
-        self.number = number
-        self.time: float | None = None
+    queue: WorkQueue
+    number: int
+    time: float | None = None
 
     def done(self) -> bool:
         return self.queue.reached(self.number)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -48,14 +49,12 @@ def run_steps(steps: Sequence[Step]) -> None:
         step()
 
 
+@dataclass(slots=True, eq=False)
 class Conditions:
     """The values of an executable's conditional handles.  A launch first sets the `defaults`."""
 
-    __slots__ = ("defaults", "values")
-
-    def __init__(self) -> None:
-        self.values: dict[int, int] = {}
-        self.defaults: dict[int, int] = {}
+    values: dict[int, int] = field(default_factory=dict)
+    defaults: dict[int, int] = field(default_factory=dict)
 
     def set(self, handle: int, value: int) -> None:
         if handle not in self.values:
