@@ -144,16 +144,8 @@ class Kernel:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_pack",
-        "call",
-        "context",
-        "function",
-        "info",
-        "module",
-        "name",
-        "signature",
-        "slots",
+        *("__weakref__", "_pack", "call", "context", "function", "info", "module", "name"),
+        *("signature", "slots"),
     )
 
     def __init__(

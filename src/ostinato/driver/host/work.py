@@ -236,14 +236,11 @@ def _memset_step(context: HostContext, params: MemsetNodeParams) -> Step:
     dtype = _UNSIGNED[size]
     pitch = params.pitch or width * size
 
-    def flat() -> None:
-        view(dst, width * size, "memset").view(dtype).fill(value)
-
-    def deep() -> None:
+    def step() -> None:
         for row in range(height):
             view(dst + row * pitch, width * size, "memset").view(dtype).fill(value)
 
-    return flat if height == 1 else deep
+    return step
 
 
 def _batch_step(context: HostContext, operations: tuple[MemOp, ...]) -> Step:
