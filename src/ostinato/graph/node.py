@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ostinato.driver.api import (
@@ -229,7 +229,7 @@ class NodeReader:
         children: tuple[tuple[Node, ...], ...] = ()
         defaults = None
         if isinstance(params, KernelNodeParams):
-            held = cache(partial(decode_arguments, params, signature, find, find.notes))
+            held = _later(params, signature, find)
         elif isinstance(params, ConditionalNodeParams):
             children = tuple(inside(not_null(body, "body")) for body in params.bodies)
             defaults = self._driver.condition_defaults(handle)
@@ -265,6 +265,21 @@ class NodeReader:
         if known is None:
             known = self._names[function] = self._driver.function_info(function).name
         return known
+
+
+def _later(
+    params: KernelNodeParams, signature: Signature | None, find: KnownRanges
+) -> Callable[[], tuple[Argument, ...]]:
+    """Returns a function that decodes the arguments once (`functools.cache` takes 3 us to make)."""
+    decoded: tuple[Argument, ...] | None = None
+
+    def get() -> tuple[Argument, ...]:
+        nonlocal decoded
+        if decoded is None:
+            decoded = decode_arguments(params, signature, find, find.notes)
+        return decoded
+
+    return get
 
 
 def index_below(count: int, given: object) -> int:
