@@ -211,10 +211,10 @@ class GraphExec(Launcher, Closeable):
         run.launch(stream)
     """
 
-    def __init__(self, graph: Graph, release: _Release, flags: InstantiateFlags) -> None:
+    def __init__(self, graph: Graph, release: _Release) -> None:
         self.graph = graph
         self.context = graph.context
-        self.flags = flags
+        self.flags = InstantiateFlags.NONE
         self._handle = release.handle
         self.closed = False
         self._lock = new_lock()
@@ -237,9 +237,22 @@ class GraphExec(Launcher, Closeable):
 
     @classmethod
     def instantiate(
-        cls, graph: Graph, flags: InstantiateFlags, upload: Stream | None = None
+        cls,
+        graph: Graph,
+        *,
+        upload: Stream | None = None,
+        auto_free_on_launch: bool = False,
+        device_launch: bool = False,
+        use_node_priority: bool = False,
     ) -> GraphExec:
         """Implements `Graph.instantiate`."""
+        flags = InstantiateFlags.NONE
+        if auto_free_on_launch:
+            flags |= InstantiateFlags.AUTO_FREE_ON_LAUNCH
+        if device_launch:
+            flags |= InstantiateFlags.DEVICE_LAUNCH
+        if use_node_priority:
+            flags |= InstantiateFlags.USE_NODE_PRIORITY
         context = graph.context
         context.require_open()
         context.collect()
@@ -261,7 +274,8 @@ class GraphExec(Launcher, Closeable):
         not_null(handle, "executable")
         release = _Release(context, handle)
         try:
-            executable = cls(graph, release, flags)
+            executable = cls(graph, release)
+            executable.flags = flags
             executable._shadow.check_loops()
         except Exception:
             release.retire({})

@@ -24,7 +24,6 @@ from ostinato.driver.api import (
     FreeNodeParams,
     GraphHandle,
     HostNodeParams,
-    InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
     MemOp,
@@ -677,13 +676,13 @@ class Graph(Closeable):
         """
         from ostinato.graph.executable import GraphExec
 
-        options = {
-            InstantiateFlags.AUTO_FREE_ON_LAUNCH: auto_free_on_launch,
-            InstantiateFlags.DEVICE_LAUNCH: device_launch,
-            InstantiateFlags.USE_NODE_PRIORITY: use_node_priority,
-        }
-        flags = InstantiateFlags(sum(flag for flag, on in options.items() if on))
-        return GraphExec.instantiate(self, flags, upload)
+        return GraphExec.instantiate(
+            self,
+            upload=upload,
+            auto_free_on_launch=auto_free_on_launch,
+            device_launch=device_launch,
+            use_node_priority=use_node_priority,
+        )
 
     # --- showing (graph.show)
     def outline(self, *, readable: bool = True) -> Outline:
