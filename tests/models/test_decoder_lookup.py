@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,9 @@ from ostinato.models.host.packed_kernels import compiled, without_extension
 from ostinato.models.host.shard_kernels import _key
 from ostinato.models.program import (
     ACTIVE,
+    DRAFTS,
     FROM_STATE,
+    MASKED,
     MORE,
     OPTIONS,
     SAMPLE,
@@ -38,6 +40,8 @@ from ostinato.models.program import (
     decode_program,
 )
 from ostinato.models.sampling import GREEDY, SamplingOptions
+from ostinato.models.stepper import TokenMasks
+from ostinato.serve.scheduler import common as common_length
 from tests.conftest import open_test_device
 from tests.models.emulated import EmulatedGpu
 from tests.models.machines import on_kernels
@@ -141,9 +145,9 @@ def per_step(decoder: Decoder, before: Any) -> float:
     return (now.lookup_tokens - before.lookup_tokens) / (now.lookup_steps - before.lookup_steps)
 
 
-def cache_of(decoder: Decoder) -> bytes:
+def cache_of(decoder: Decoder, sequence: int = 0) -> bytes:
     cache = decoder.plan.buffers["cache"].to_numpy(decoder.stream)
-    return cache[:, :, 0, :, : len(decoder.tokens()) - 1].tobytes()
+    return cache[:, :, sequence, :, : len(decoder.tokens(sequence)) - 1].tobytes()
 
 
 # ------------------------------------------------------------------------------ the same tokens
@@ -251,6 +255,20 @@ def test_every_family_gives_the_bits_of_single_steps(
             assert found == wanted
             assert cache_of(decoder) == cache
         assert decoder.statistics().lookup_tokens > decoder.statistics().lookup_steps
+    # Steps of two sequences have more rows than those of one.
+    given = {"sequences": 2, "lookup": 1 if way[0] == "numpy" else 3, "max_rows": 16}
+    with opened(way, RandomModel(FAMILIES[family]), **given) as decoder:
+        firsts = decoder.prefill_batch({0: prompt_of(0), 1: prompt_of(1)})
+        steps = [decoder.decode_batch((0, 1)) for _ in range(12)]
+        caches = [cache_of(decoder, sequence) for sequence in (0, 1)]
+        for sequence in (0, 1):
+            decoder.truncate(len(prompt_of(sequence)) + 1, sequence)
+        list(decoder.run_batch((0, 1), count=12))
+        for sequence in (0, 1):
+            answer = decoder.tokens(sequence)[len(prompt_of(sequence)) :]
+            assert [*answer] == [firsts[sequence], *(step[sequence] for step in steps)]
+        assert [cache_of(decoder, sequence) for sequence in (0, 1)] == caches
+        assert decoder.statistics().lookup_tokens > 0
 
 
 @not_emulated
@@ -269,6 +287,178 @@ def test_every_mode_gives_the_same_tokens(way: tuple[str, ost.Device], mode: str
         if "verify" in MODES[mode]:
             assert numbers.steps["lookup"].verified
             assert numbers.steps["lookup x 4"].verified
+
+
+# ------------------------------------------------------------------------------ several sequences
+
+
+SEVERAL = {"sequences": 4, "max_rows": 8}
+"""A step of any of these sequences has 8 rows, so on a GPU too it has the bits of a single one."""
+
+
+@pytest.fixture(scope="module")
+def several(way: tuple[str, ost.Device]) -> Iterator[tuple[Decoder, Decoder]]:
+    """A decoder that drafts for several sequences, and one that goes step by step: without drafts,
+    or on a GPU with steps of as many rows."""
+    # With NumPy only steps of four rows have the bits of single ones, so pieces have four too.
+    more = SEVERAL | ({"max_rows": 4} if way[0] == "numpy" else {})
+    single = {"lookup": 0} if way[0] in ("compiled", "numpy") else {"max_rows": 8}
+    with opened(way, **more) as decoder, opened(way, **single) as other:
+        yield decoder, other
+
+
+class Request:
+    """A prompt with settings, and the tokens that it gets one by one."""
+
+    def __init__(self, draw: random.Random, single: Decoder) -> None:
+        self.prompt = prompt_of(draw.randrange(9))[: draw.randint(1, 24)]
+        if draw.random() < 0.4:
+            self.prompt = prompt_of(0)[: draw.randint(12, 18)] + self.prompt[:6]
+        self.limit = draw.randint(len(self.prompt) + 1, CONTEXT + 5)
+        self.masked = draw.random() < 0.15
+        self.logprobs = draw.choice((None, None, None, None, 2))
+        self.options = GREEDY
+        if draw.random() < 0.3:
+            self.options = draw.choice(
+                [
+                    SamplingOptions(temperature=0.8, seed=draw.randrange(99)),
+                    SamplingOptions(repetition_penalty=1.2),
+                    SamplingOptions(logit_bias={5: 3.0}),
+                ]
+            )
+        self.set(single, 0)
+        single.reset()
+        self.found: list[int] = []
+        self.wanted = [*single.prefill_batch({0: self.prompt}, masks=masks_of({0: self})).values()]
+        while not single.stopped():
+            self.found = self.wanted
+            self.wanted += single.decode_batch([0], masks=masks_of({0: self}))
+        self.found = []
+
+    def set(self, decoder: Decoder, sequence: int) -> None:
+        given: dict[str, Any] = {"limit": self.limit, "answer": len(self.prompt)}
+        decoder.set_sampling(self.options, sequence, logprobs=self.logprobs, **given)
+
+
+def masks_of(requests: dict[int, Request]) -> TokenMasks | None:
+    """A mask depends on the number of tokens that a request has."""
+    masked = {sequence: one for sequence, one in requests.items() if one.masked}
+
+    def fill(words: np.ndarray) -> None:
+        for sequence, one in masked.items():
+            words[sequence] = 0x5A5A5A5A << len(one.found) % 2
+
+    return TokenMasks(tuple(masked), fill) if masked else None
+
+
+@on_each_way("seed", range(12), emulated=[0])
+def test_several_sequences_give_the_tokens_of_single_steps(
+    way: tuple[str, ost.Device], several: tuple[Decoder, Decoder], seed: int
+) -> None:
+    """A random program: requests join and leave at different steps, with prefixes of each other;
+    some draw, or have penalties, biases, log probabilities, masks; limits and end tokens, runs that
+    are left, finished, and go on as single steps."""
+    decoder, single = several
+    draw = random.Random(seed)
+    stops = [draw.randrange(MODEL.config.vocabulary)] * draw.randint(0, 1)
+    decoder.set_stop_tokens(stops)
+    single.set_stop_tokens(stops)
+    decoder.reset()
+    slots: dict[int, Request] = {}
+    over = 0
+    for _ in range(6 if way[0] == "emulated" else 40):
+        for sequence in range(4):
+            if sequence in slots or draw.random() < 0.3:
+                continue
+            one = slots[sequence] = Request(draw, single)
+            source = draw.choice([s for s in range(4) if s != sequence])
+            kept = decoder.keep_common(one.prompt, sequence)
+            common = common_length(one.prompt[:-1], decoder.tokens(source)[:-1])
+            if common > kept and draw.random() < 0.7:
+                decoder.copy_prefix(common, source, sequence)
+                kept = common
+            one.set(decoder, sequence)
+            rest = {sequence: one.prompt[kept:]}
+            one.found += decoder.prefill_batch(rest, masks=masks_of({sequence: one})).values()
+        live = [s for s in slots if not decoder.stopped(s)]
+        some = {s: slots[s] for s in draw.sample(live, draw.randint(min(1, len(live)), len(live)))}
+        if some:
+            go_on(decoder, some, draw)
+        for sequence, one in [*slots.items()]:
+            assert one.found == one.wanted[: len(one.found)]
+            assert decoder.tokens(sequence) == (*one.prompt, *one.found)
+            if decoder.stopped(sequence):
+                assert one.found == one.wanted
+            if decoder.stopped(sequence) or draw.random() < 0.1:
+                over += 1
+                del slots[sequence]
+    assert over > 2
+    assert not decoder.statistics().quarantined
+
+
+def go_on(decoder: Decoder, some: dict[int, Request], draw: random.Random) -> None:
+    """The next tokens of these requests, in one of several ways."""
+    masks = masks_of(some)
+    if draw.random() < 0.1:
+        for sequence, token in zip(some, decoder.decode_batch(some, masks=masks), strict=True):
+            some[sequence].found.append(token)
+        return
+    count = draw.choice((None, draw.randint(1, 9)))
+    each = 1 if masks is not None else draw.choice((1, 3))
+    left, finished = draw.choice((99, draw.randint(1, 9))), draw.random() < 0.5
+    before = {sequence: len(one.found) for sequence, one in some.items()}
+    given = {"count": count, "tokens_per_launch": each, "ahead": draw.randint(0, 2)}
+    with decoder.run_batch(some, masks=masks, **given) as run:
+        within = set[int]()
+        for number, item in enumerate(run, 1):
+            assert not within or {*item} <= within, "what is left of a step comes before the next"
+            within = {*item} if run.within_step else set()
+            for sequence, token in item.items():
+                one = some[sequence]
+                one.found.append(token)
+                assert decoder.tokens(sequence)[-1] == token
+                if one.logprobs is not None:
+                    assert decoder.logprobs(sequence).token == token
+            if number == left and finished:
+                run.finish()
+            elif number == left:
+                return
+    for sequence, one in some.items():
+        taken = len(one.found) - before[sequence]
+        assert decoder.stopped(sequence) or left < 99 or taken == count
+
+
+def test_several_sequences_draft(
+    way: tuple[str, ost.Device], several: tuple[Decoder, Decoder]
+) -> None:
+    """Each drafts from its own tokens and keeps its own number; the others take one token."""
+    decoder, single = several
+    decoder.set_stop_tokens(())
+    single.set_stop_tokens(())
+    decoder.reset()
+    wanted = {s: one_by_one(single, prompt_of(s), 20) for s in (0, 1)}
+    before, kept = decoder.statistics(), dict.fromkeys(range(2 if way[0] == "numpy" else 3), 0)
+    for sequence in kept:
+        options = SamplingOptions(temperature=0.7, seed=1) if sequence == 2 else GREEDY
+        decoder.set_sampling(options, sequence)
+        decoder.prefill(prompt_of(sequence % 2), sequence)
+    steps = 0
+    for item in (run := decoder.run_batch(kept, ahead=0)):
+        steps += not run.within_step
+        for sequence in item:
+            kept[sequence] += 1
+        if kept[0] >= 19 and kept[1] >= 19 and not run.within_step:
+            break
+    assert kept.get(2, steps) == steps, "NumPy's steps have four rows, none for a third sequence"
+    assert max(kept[0], kept[1]) > 1.2 * steps and kept[0] != kept[1]
+    for sequence in (0, 1):
+        assert decoder.tokens(sequence)[len(prompt_of(sequence)) :][:20] == (
+            *wanted[sequence][:20],
+        )
+    now = decoder.statistics()
+    assert now.lookup_tokens - before.lookup_tokens == kept[0] + kept[1]
+    assert now.lookup_steps - before.lookup_steps == 2 * steps
+    decoder.set_sampling(GREEDY, 2)
 
 
 # ------------------------------------------------------------- a row does not depend on the others
@@ -291,11 +481,12 @@ def test_logits_of_a_row_do_not_depend_on_the_other_rows(decoder: Decoder) -> No
             assert entry["token"] & ~MORE == token
             if entry["token"] == token:
                 break  # the first step's last token
-        scores = decoder.plan.buffers["scores"].to_numpy(decoder.stream)
+        logits = decoder.plan.buffers["logits"].to_numpy(decoder.stream)
         for row in range(len(decoder.tokens()) - 1 - start):
             position = start + row + 1
-            if position in wanted:
-                assert scores[row].tobytes() == wanted[position], (start, row)
+            if position in wanted:  # behind those of the only sequence are the drafts', by row
+                found = logits[row + 1 if row else 0]
+                assert found.tobytes() == wanted[position], (start, row)
                 seen.add(row)
     assert seen == set(range(decoder.plan.sizes.lookup + 1))
 
@@ -310,37 +501,43 @@ CHECKPOINTS = {
 
 @on_both(
     "case",
-    host=[("tiny", name, 3) for name in CHECKPOINTS],
+    host=[("tiny", name, 3, sequences) for name in CHECKPOINTS for sequences in (1, 2)],
     cuda=[
-        (shape, name, lookup)
+        (shape, name, lookup, sequences)
         for shape, name in [
             *((shape, name) for shape in WIDE for name in ("successors", "random")),
             *(("as Llama-3.2-1B", kind) for kind in ("Q8_0", "Q4_K_M")),
         ]
-        for lookup in (1, 3, 7, 15)
+        for lookup, sequences in ((1, 1), (3, 1), (7, 1), (15, 1), (3, 5), (7, 8))
     ],
 )
 def test_real_widths_have_the_bits_of_single_steps(
-    machine: ost.Device, case: tuple[str, str, int]
+    machine: ost.Device, case: tuple[str, str, int, int]
 ) -> None:
     """Their kernels are cut otherwise: tokens, and all keys and values."""
-    shape, name, lookup = case
+    shape, name, lookup, sequences = case
     config = WIDE.get(shape, llama(4, 2, 64, inner=512, vocabulary=301, layers=2))
     config = replace(config, tied_embeddings=False)
     given: dict[str, Any] = {"lookup": lookup, "stop_tokens": (), "max_context": 400}
-    prompt = pieces(config.vocabulary, 60, 3)
-    with Decoder(machine, CHECKPOINTS[name](config), **given) as decoder:
-        for tokens_per_launch in (1, 4):
+    every = range(sequences)
+    prompts = [pieces(config.vocabulary, 60, 3 + sequence) for sequence in every]
+    with Decoder(machine, CHECKPOINTS[name](config), sequences=sequences, **given) as decoder:
+        # Of several sequences, the last steps of a count would be a smaller batch's.
+        for tokens_per_launch in (1, 4) if sequences == 1 else (1,):
             decoder.reset()
-            found = [decoder.prefill(prompt)]
-            found += decoder.run(count=100, tokens_per_launch=tokens_per_launch)
-            cache, numbers = cache_of(decoder), decoder.statistics()
-            decoder.truncate(len(prompt) + 1)
-            assert found[1:] == [decoder.decode() for _ in found[1:]]
-            assert cache_of(decoder) == cache
+            found = [[decoder.prefill(prompts[sequence], sequence)] for sequence in every]
+            for item in decoder.run_batch(every, count=100, tokens_per_launch=tokens_per_launch):
+                for sequence, token in item.items():
+                    found[sequence].append(token)
+            caches, numbers = [cache_of(decoder, one) for one in every], decoder.statistics()
+            for sequence in every:
+                decoder.truncate(len(prompts[sequence]) + 1, sequence)
+            steps = [decoder.decode_batch(every) for _ in range(100)]
+            assert [one[1:] for one in found] == [[*tokens] for tokens in zip(*steps, strict=True)]
+            assert [cache_of(decoder, one) for one in every] == caches
         assert not numbers.one_by_one and not numbers.quarantined
         if name == "successors":
-            assert found[:60] == [*range(1, 61)]
+            assert all(one[:60] == [*range(1, 61)] for one in found)
             assert numbers.lookup_tokens > 1.2 * numbers.lookup_steps
 
 
@@ -471,21 +668,6 @@ def test_other_choices_do_not_draft(decoder: Decoder, options: dict[str, Any]) -
 
 
 @not_emulated
-def test_several_sequences_do_not_draft_and_one_of_them_does(way: tuple[str, ost.Device]) -> None:
-    with opened(way, sequences=2) as decoder:
-        wanted = one_by_one(decoder, prompt_of(6), 12)
-        decoder.reset()
-        for sequence in (0, 1):
-            decoder.prefill(prompt_of(6), sequence)
-        items = list(decoder.run_batch([0, 1], count=6))
-        assert [one[0] for one in items] == [one[1] for one in items] == wanted[1:7]
-        assert decoder.statistics().lookup_steps == 0
-        assert [one[1] for one in decoder.run_batch([1], count=4)] == wanted[7:11]
-        assert decoder.statistics().lookup_tokens == 4
-        assert list(decoder.run(0, count=4)) == wanted[7:11]
-
-
-@not_emulated
 @pytest.mark.parametrize("options", [{"graphs": False}, {"device_state": False}])
 def test_without_graphs_there_are_no_drafts(
     way: tuple[str, ost.Device], options: dict[str, bool]
@@ -565,34 +747,46 @@ def both(machine: Any, kernel: str, rows: int, values: dict[str, Any]) -> dict[s
     return found
 
 
-@on_kernels("rows", [2, 8, 5])
+@on_kernels("rows", [2, 8, 5, 64])
 def test_draft_makes_rows_of_what_followed(kernels: Any, rows: int) -> None:
-    context, draw = 3000, random.Random(rows)
+    """For each sequence, up to the next one's row; one behind another, or with room between."""
+    context, count, draw = 3000, 5, random.Random(rows)
     for number in range(12):
-        most, position = draw.randint(1, rows - 1), draw.choice((0, 1, 5, 31, 1100, 2999))
-        history = np.array([draw.randrange(7) for _ in range(2 * context)], np.int32)
+        most = draw.randint(1, rows - 1)
+        history = np.array([draw.randrange(7) for _ in range(count * context)], np.int32)
         if number % 3 == 0:
-            history[:] = np.arange(2 * context) + 10
-        row = (3, position, 1, LIVE | FROM_STATE) if number % 2 else (3, position, 1, LIVE)
-        state = np.array([[9, 9, 9, 9], [4, position, 0, number == 5]], np.int32)
+            history[:] = np.arange(history.size) + 10
+        history = history.reshape(count, context)
+        state = np.array([[4, 9, 9, 0]] * count, np.int32)
+        given = np.zeros((rows, 4), np.int32)
+        firsts = [0, *sorted(draw.sample(range(1, rows), min(draw.randrange(count), rows - 1)))]
+        scored = np.zeros((rows, 4), np.int32)
+        made = scored.copy()
+        for index, end in pairwise([*firsts, rows]):
+            sequence, position = firsts.index(index), draw.choice((0, 1, 5, 31, 1100, 2999))
+            drafts, stopped = draw.random() < 0.8, draw.random() < 0.1
+            from_state = draw.random() < 0.7
+            flags = LIVE | (DRAFTS if drafts else draw.choice((0, MASKED)))
+            token, state[sequence] = 3 + from_state, (4, position, 0, stopped)
+            given[index] = (3, position, sequence, flags | (FROM_STATE if from_state else 0))
+            wanted = drafted([*history[sequence, :position].tolist(), token], most)
+            if stopped and from_state:
+                flags, wanted = flags & ~ACTIVE, []
+            scored[index] = made[index] = (token, position, sequence, flags)
+            for row in range(index + 1, min(end, index + 1 + len(wanted) * drafts)):
+                made[row] = (wanted[row - index - 1], position + row - index, sequence, flags)
+                scored[row] = (*made[row, :2], count + row, flags)
+            if drafts:
+                made[index:end, 3] &= ~SAMPLE
         values = {
-            "rows": np.array([row] + [(1, 1, 1, 1)] * (rows - 1), np.int32),
-            "state": state,
-            "history": history.reshape(2, context),
+            "rows": given, "state": state, "history": history,
             "drafted": np.full((rows, 4), 77, np.int32),
             "scored": np.full((rows, 4), 77, np.int32),
-            "row_count": rows, "sequences": 2, "context": context, "most": most,
+            "row_count": rows, "sequences": count, "context": context, "most": most,
         }  # fmt: skip
         found = both(kernels, "draft", rows, values)
-        token = 4 if number % 2 else 3
-        wanted = drafted([*history[context : context + position].tolist(), token], most)
-        wanted = [] if number == 5 else wanted
-        made = [(token, position, 1, SAMPLE if number == 5 else LIVE)]
-        made += [(t, position + 1 + i, 1, LIVE) for i, t in enumerate(wanted)]
-        made += [(0, 0, 0, 0)] * (rows - len(made))
-        assert found["drafted"].tolist() == [list(one) for one in made]
-        assert found["scored"][:, 2].tolist() == list(range(rows))
-        assert found["scored"][:, [0, 1, 3]].tolist() == found["drafted"][:, [0, 1, 3]].tolist()
+        np.testing.assert_array_equal(found["drafted"], made)
+        np.testing.assert_array_equal(found["scored"], scored)
 
 
 @pytest.mark.parametrize(
@@ -601,7 +795,7 @@ def test_draft_makes_rows_of_what_followed(kernels: Any, rows: int) -> None:
 )
 def test_draft_reads_nothing_for_rows_out_of_range(emulator: Any, row: tuple[int, ...]) -> None:
     values = {
-        "rows": np.array([row, row], np.int32),
+        "rows": np.array([(*row[:3], row[3] | DRAFTS), (0, 0, 0, 0)], np.int32),
         "state": np.zeros((2, 4), np.int32),
         "history": np.ones((2, 40), np.int32),
         "drafted": np.full((2, 4), 77, np.int32),
@@ -612,49 +806,71 @@ def test_draft_reads_nothing_for_rows_out_of_range(emulator: Any, row: tuple[int
     assert not found["drafted"][1].any()
 
 
-@on_kernels("rows", [2, 8, 5])
+@on_kernels("rows", [2, 8, 5, 64])
 def test_accept_keeps_what_the_model_chooses(kernels: Any, rows: int) -> None:
+    """Of each sequence that drafts, however many rows it has; it leaves the others to `sample`."""
     (launch,) = launch_of("accept", rows)
     draw, blocks = random.Random(rows), int(dict(launch.options.defines)["HEAD_BLOCKS"])
-    lengths = set()
+    count, ring, lengths = 4, 64, set()
     for number in range(24):
-        position, ring = draw.randint(0, 20), 16
         chosen = [draw.randrange(CONFIG.vocabulary) for _ in range(rows)]
-        tokens = [5, *chosen[:-1]]
-        right = draw.randint(0, rows - 1)
-        if right + 1 < rows:
-            tokens[right + 1] = (tokens[right + 1] + 1) % CONFIG.vocabulary
-        live = np.array([(t, position + i, 1, LIVE) for i, t in enumerate(tokens)], np.int32)
-        if number % 5 == 1 and rows > 2:
-            live[draw.randint(1, rows - 1) :] = 0
-        scores = np.zeros((rows, CONFIG.vocabulary), np.float32)
-        scores[range(rows), chosen] = 1
+        live, scored = np.zeros((2, rows, 4), np.int32)
+        firsts = [0, *sorted(draw.sample(range(1, rows), min(draw.randrange(count), rows - 1)))]
+        groups = []
+        for index, end in pairwise([*firsts, rows]):
+            sequence, position = firsts.index(index), draw.randint(0, 20)
+            drafts = index == 0 or draw.random() < 0.8
+            if draw.random() < 0.3:
+                end = draw.randint(index + 1, end)
+            end = end if drafts else index + 1
+            tokens = [chosen[index - 1], *chosen[index : end - 1]]  # as if it were a draft
+            right = draw.randint(0, end - index - 1)
+            if index + right + 1 < end:
+                tokens[right + 1] = (tokens[right + 1] + 1) % CONFIG.vocabulary
+            for row, token in enumerate(tokens, index):
+                live[row] = (token, position + row - index, sequence, LIVE)
+                scored[row] = live[row]
+                if row > index:
+                    scored[row, 2] = count + row
+            if drafts:
+                live[index:end, 3] = ACTIVE | DRAFTS
+                groups.append((sequence, position, index, right))
+        logits = np.zeros((count + rows, CONFIG.vocabulary), np.float32)
+        places = scored[:, 2]
+        logits[places, chosen] = live[:, 3] & ACTIVE
         stops = np.full(STOP_TOKENS, -1, np.int32)
         if number % 5 == 2:
             stops[draw.randrange(STOP_TOKENS)] = draw.choice(chosen)
-        options = np.zeros(2, OPTIONS)
-        options["repetition_penalty"] = 1
-        options["limit"] = position + draw.randint(1, rows + 2) if number % 5 == 3 else 99
+        options = np.zeros(count, OPTIONS)
+        options["repetition_penalty"], options["limit"] = 1, 99
+        if number % 5 == 3:
+            options["limit"] = [draw.randint(1, 30) for _ in range(count)]
         if number % 5 == 4:
-            scores[draw.randrange(rows), 3] = draw.choice((np.nan, np.inf))
-        keys = np.array([[_key(v, i) for i, v in enumerate(row)] for row in scores], np.uint64)
+            logits[draw.choice(places), 3] = draw.choice((np.nan, np.inf))
+        keys = np.array(
+            [[_key(v, i) for i, v in enumerate(logits[place])] for place in places], np.uint64
+        )
         # Each block of `head` leaves its largest; here the first has some, and the last the rest.
         found = np.zeros((rows, blocks), np.uint64)
         found[:, 0], found[:, -1] = keys[:, ::2].max(1), keys.max(1)
         workspace = np.zeros(kc.COUNTER_BYTES // 4 + 2 * found.size, np.float32)
         workspace[kc.COUNTER_BYTES // 4 :] = found.reshape(-1).view(np.float32)
         values = {
-            "live": live, "scores": scores, "options": options.view(np.uint64), "stops": stops,
-            "state": np.full((2, 4), 77, np.int32), "ring": np.full((2, ring, 2), 77, np.int32),
+            "live": live, "scored": scored, "logits": logits, "options": options.view(np.uint64),
+            "stops": stops, "state": np.full((count, 4), 77, np.int32),
+            "ring": np.full((count, ring, 2), 77, np.int32),
             "workspace": workspace, "row_count": rows, "vocabulary": CONFIG.vocabulary,
             "stop_count": STOP_TOKENS, "context": 22, "ring_size": ring,
         }  # fmt: skip
         made = both(kernels, "accept", rows, values)
-        assert (made["state"][0] == 77).all() and (made["ring"][0] == 77).all()
-        written = made["ring"][1][made["ring"][1, :, 1] != 77]
-        lengths.add(len(written))
-        assert sum(token & MORE == 0 or token < 0 for token, _ in written.tolist()) == 1
-        if number % 5 == 0 and position + right + 1 < 22:
-            assert len(written) == right + 1
-            assert made["state"][1].tolist()[:2] == [chosen[right], position + right + 1]
+        for sequence in {*range(count)} - {one[0] for one in groups}:
+            assert (made["state"][sequence] == 77).all() and (made["ring"][sequence] == 77).all()
+        for sequence, position, index, right in groups:
+            written = made["ring"][sequence][made["ring"][sequence, :, 1] != 77]
+            lengths.add(len(written))
+            assert sum(token & MORE == 0 or token < 0 for token, _ in written.tolist()) == 1
+            if number % 5 == 0 and position + right + 1 < 22:
+                assert len(written) == right + 1
+                wanted = [chosen[index + right], position + right + 1]
+                assert made["state"][sequence].tolist()[:2] == wanted
     assert len(lengths) > min(2, rows - 1)

@@ -69,7 +69,7 @@ if TYPE_CHECKING:  # these are imported where ranks are made: nobody else needs 
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
-_NO_DRAFTS = "no drafts: several sequences, or one that is not plainly greedy"
+_NO_DRAFTS = "no drafts: no sequence is plainly greedy, or there are too many for one step"
 
 DEFAULT_CONTEXT = 2048
 """The positions of a sequence if `max_context` is None; fewer if the model was trained for fewer.
@@ -114,14 +114,19 @@ class Decoder(Closeable):
     exchange, "auto", "exchange" or "library" (`open_collectives`); if None OSTINATO_COLLECTIVES
     decides.
 
-    `lookup`: a step of a run gives up to so many tokens more: it drafts what followed earlier in
-    the prompt or the answer after the same last tokens (one to three), and keeps the drafts that
-    the model chooses too.  For runs of one sequence that is greedy, without penalties, biases and
-    log probabilities; other runs go as without (`one_by_one` in the statistics).  0 is off, 63 the
-    most, or 3 without the CPU's compiled kernels; not for a group.  All steps then have `lookup` +
-    1 rows or more, so that no token depends on the drafts: a run gives the tokens of `decode`.
-    These are the tokens without lookup on a CPU; on a GPU steps of other numbers of rows round
-    differently, so that two tokens of almost the same logit may change places.
+    `lookup`: a step of a run gives each sequence up to so many tokens more: it drafts what followed
+    earlier in the prompt or the answer after the same last tokens (one to three), and keeps the
+    drafts that the model chooses too.  For sequences that are greedy, without penalties, biases,
+    log probabilities and masks; others in the run get one token a step, and a run in which no
+    sequence drafts goes as without (`one_by_one` in the statistics).  0 is off, 63 the most, or 3
+    without the CPU's compiled kernels; not for a group.  All sequences of a step share 64 rows
+    (`max_rows`, or 4 without the compiled kernels, if that is less), so with many each drafts fewer
+    tokens, and none where two rows each are too many.
+    A step has as many rows whether it drafts or not, `lookup` + 1 or more for each sequence that
+    may, so that no token depends on the drafts: a run gives the tokens that `decode_batch` gives
+    for the same sequences.  These are the tokens without lookup on a CPU; on a GPU steps of other
+    numbers of rows round differently, so that two tokens of almost the same logit may change
+    places.
 
     `stream`: the stream of all work, which the caller closes after the decoder; if None the decoder
     makes one.  Calls of decoders that share a stream must not overlap.
@@ -224,7 +229,7 @@ class Decoder(Closeable):
                     f"({self.backend.name}): in larger steps a row's bits depend on other rows"
                 )
             rows = whole(max_rows, "max_rows", 1)
-            sizes = PlanSizes(rows, sequences, context, lookup=lookup)
+            sizes = PlanSizes(rows, sequences, context, lookup=lookup, alike_rows=alike + 1)
             stops = _stop_tokens(
                 self.config.eos_token_ids if stop_tokens is None else stop_tokens, self.config
             )
@@ -391,7 +396,7 @@ class Decoder(Closeable):
             with suppress(OstinatoError):
                 self._set_biases(one.index, before)
             raise
-        self._options, one.limit = wanted, last
+        self._options, one.limit, one.plain = wanted, last, _plain(wanted[one.index])
         one.logprobs_from = len(one.tokens)
         # Rows that are plain need only the best logit of each rank.
         self._steps.whole_logits = not _plain(wanted)
@@ -653,7 +658,10 @@ class Decoder(Closeable):
         masks: TokenMasks | None = None,
     ) -> BatchRun:
         """Returns an iterator like that of `run` for several sequences in step.  Each item is
-        {sequence: token} for the sequences that had not stopped before; ends where all have.
+        {sequence: token} for the sequences that had not stopped before; ends where all have.  With
+        `lookup` a step gives some sequences more than one token: items with the other tokens of
+        these sequences alone follow (`within_step` is then True), before those of the next step.  A
+        sequence with `count` tokens is left out while others have fewer.
 
         `masks`: the tokens that may be chosen.  `fill` is called in each `next`, for the step whose
         tokens it returns; of the step after it only the layers are launched ahead, whatever `ahead`
@@ -682,10 +690,8 @@ class Decoder(Closeable):
         state = self.device_state
         told = f"{what} of {[one.index for one in ready]}: {options}, device_state {state}"
         self._agree(told + _of_masks(masks))
-        drafts = self.plan.sizes.lookup > 0
-        plain = len(ready) == 1 and masks is None and _plain(self._options[ready[0].index])
-        if drafts and not plain:
-            drafts = False
+        drafts = max(self._stepper.room(ready, masks)) > 1
+        if self.plan.sizes.lookup and not drafts:
             self._phases.one_by_one[_NO_DRAFTS] += 1
         run = kind(
             self._stepper,
@@ -798,6 +804,11 @@ class Decoder(Closeable):
         caller closes it."""
         self._require_open()
         return self._steps.graph(whole(rows, "rows", 1), sampled=sampled)
+
+    def step_rows(self, sequences: Iterable[int]) -> list[int]:
+        """Returns the rows that each of these sequences has in a step of them all: one, or with
+        `lookup` also one for each token that it may draft."""
+        return self._stepper.room([self._sequences[sequence] for sequence in sequences])
 
     @property
     def ranks(self) -> int:

@@ -99,8 +99,8 @@ class DecoderStatistics:
     launches of the steps that choose tokens divided by these tokens; 0 if there were no tokens.
     `eager_reasons`: eager steps by reason.  `one_by_one`: runs (`Decoder.run`) that waited for each
     step, launched one step for one token although more were wanted, or did not draft although the
-    decoder can, by reason.  `lookup_tokens`: those of the decoded tokens that came from the
-    `lookup_steps` steps that draft.
+    decoder can, by reason.  `lookup_tokens`: those of the decoded tokens of sequences
+    that draft; `lookup_steps`: the steps that gave them, counted for each of these sequences.
     `host_writes`: staged copies of rows.
     Seconds are wall time (for a run, the time it waited for tokens): `load_seconds` to read the
     weights, `plan_seconds` to allocate the buffers, `kernel_seconds` to compile or find the

@@ -43,8 +43,8 @@ class PlanSizes:
 
     `rows`: most rows of one step.  `sequences`: number of sequences.  `context`: positions of each.
     `ring`: steps that the device may be ahead of the host.  `lookup`: the most tokens that a step
-    drafts.  Raises InputError, also for more rows (4,096) or sequences (1,024) than device state
-    has room for.
+    drafts for a sequence; `alike_rows`: the most rows of a step that drafts.  Raises InputError,
+    also for more rows (4,096) or sequences (1,024) than device state has room for.
     """
 
     rows: int = 64
@@ -52,6 +52,7 @@ class PlanSizes:
     context: int = 2048
     ring: int = 256
     lookup: int = 0
+    alike_rows: int = SAMPLED_ROWS
 
     def __post_init__(self) -> None:
         whole(self.rows, "max_rows", 1, LARGEST // ROW.itemsize)
@@ -72,9 +73,25 @@ class PlanSizes:
 
     @property
     def least_rows(self) -> int:
-        """The rows of the smallest step: with drafts all steps have as many as one that drafts, so
-        that they run the same kernels, and a token does not depend on the drafts."""
+        """The rows of the smallest step: with drafts as many as one sequence has that drafts, so
+        that all its steps run the same kernels, and a token does not depend on the drafts."""
         return self.buckets.bucket(self.lookup + 1)
+
+    @property
+    def draft_rows(self) -> int:
+        """The rows of the largest step that drafts; 0 if none does."""
+        if not self.lookup:
+            return 0
+        wanted = self.sequences * (self.lookup + 1)
+        return self.buckets.bucket(min(wanted, self.alike_rows, self.rows))
+
+    def drafting(self, sequences: int, others: int = 0) -> int:
+        """Returns the rows that each of some sequences that draft has in a step, beside `others`
+        with one row each: one for its token, and one for each draft."""
+        if not self.lookup or not sequences:
+            return 1
+        room = min(self.alike_rows, self.rows) - others
+        return max(1, min(self.lookup + 1, room // sequences))
 
     @property
     def ring_tokens(self) -> int:
@@ -114,7 +131,8 @@ class BufferPlan:
     device writes and the host reads.  `allowed` is pinned memory that the host writes and the
     device reads, [sequences, vocabulary / 32]: a bit for each token.  `cache` is [layers, 2 (keys,
     values), sequences, kv_heads, context, head_size].  `history` holds the token at each position,
-    [sequences, context], for penalties.  Only the device writes and reads the rest, except that the
+    [sequences, context], for penalties and drafts.  `logits` are by sequence, and behind these, if
+    steps draft, by row.  Only the device writes and reads the rest, except that the
     host reads logits.
     `prepared`: the buffers are allocated; False after `close`.
     """
@@ -157,6 +175,7 @@ class BufferPlan:
         """
         c = weights.config
         f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+        drafts = sizes.draft_rows
         cleared: Buffers = {
             "live": ((sizes.rows, 4), i32),
             "x": ((sizes.rows, c.hidden), f32),
@@ -165,12 +184,12 @@ class BufferPlan:
             "inner": ((sizes.rows, c.inner), f32),
             "workspace": ((-(-workspace // 4),), f32),
             "history": ((sizes.sequences, sizes.context), i32),
-            "logits": ((sizes.sequences, c.vocabulary), f32),
+            "logits": ((sizes.sequences + drafts, c.vocabulary), f32),
             "kept": ((sizes.sequences, sizes.context + MOST_BIASES), np.dtype(np.uint32)),
             "biases": ((sizes.sequences, MOST_BIASES, BIAS.itemsize // 4), i32),
             "state": ((sizes.sequences, STATE.itemsize // 4), i32),
             "counter": ((1,), i32),
-            **(_draft_buffers(sizes.least_rows, c.vocabulary) if sizes.lookup else {}),
+            **(dict.fromkeys(("drafted", "scored"), ((drafts, 4), i32)) if drafts else {}),
             **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),
             **(more or {}),
         }
@@ -250,14 +269,6 @@ class BufferPlan:
             array.close()
         for buffer in (self.ring, self.logprobs, self.allowed, *self.buffers.values()):
             buffer.close()
-
-
-def _draft_buffers(rows: int, vocabulary: int) -> Buffers:
-    """Returns the buffers of a step that drafts: its rows, the same rows each as a sequence of its
-    own, and the logits of each row."""
-    i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
-    words = ((rows, 4), i32)
-    return {"drafted": words, "scored": words, "scores": ((rows, vocabulary), f32)}
 
 
 def mask_words(vocabulary: int) -> int:

@@ -22,12 +22,13 @@ which counts down and ends the loop once every row of the step has stopped.
 
     continue_loop (starts the count)   while: embed … sample  continue_loop (counts down)
 
-A step with drafts (`lookup`) gives one sequence several tokens: `draft` finds the sequence's last
-tokens earlier in it, and makes rows of the tokens that followed there; `accept` replaces `sample`
-and keeps the drafts that the model chooses too, and the token after them.
+A step with drafts (`lookup`) gives its DRAFTS sequences several tokens: `draft` finds a sequence's
+last tokens earlier in it, and makes rows of the tokens that followed there; `accept` keeps the
+drafts that the model chooses too, and the token after them.  Rows without DRAFTS get one token from
+`sample`, as ever.
 
     draft                                                 rows and states -> rows of the drafts
-    embed … head  accept                                  as above, with logits by row
+    embed … head  accept  sample                          as above, also with logits of the drafts
 
 `decode_program(config)` returns a step as a tuple of `KernelCall`; it is pure, and `describe`
 prints it.  `models.plan` allocates the buffers that the calls name.
@@ -55,6 +56,8 @@ FROM_STATE = 4
 has stopped, the row is padding."""
 MASKED = 8
 """The flag of a row whose next token is one that its sequence's mask allows (`allowed`)."""
+DRAFTS = 16
+"""The flag of a row behind which a step that drafts may put drafts, up to the next ACTIVE row."""
 
 ROW = np.dtype(
     [("token", np.int32), ("position", np.int32), ("sequence", np.int32), ("flags", np.int32)]
@@ -162,8 +165,9 @@ SIGNATURES: dict[str, str] = {
     "ring_size: u32",
     "draft": "rows: *const i32, state: *const i32, history: *const i32, drafted: *out i32, "
     "scored: *out i32, row_count: u32, sequences: u32, context: u32, most: u32",
-    "accept": _LIVE + "scores: *const f32, options: *const u64, stops: *const i32, state: *i32, "
-    "ring: *i32, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, ring_size: u32",
+    "accept": _LIVE + "scored: *const i32, logits: *const f32, options: *const u64, "
+    "stops: *const i32, state: *i32, ring: *i32, row_count: u32, vocabulary: u32, stop_count: u32, "
+    "context: u32, ring_size: u32",
     "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
     "row_count: u32, vocabulary: u32, first: u32",
     "best_of_ranks": _OF_RANKS,
@@ -212,7 +216,7 @@ def decode_program(
     `sampled`: with the output head, the choice of the next token and the advance of the state; all
     pieces of a prompt but the last need none of these.  `last_row`: these are computed for the
     step's last row only, so that a long piece does not compute the head for all its rows.
-    `lookup`: the most tokens that the step drafts for the sequence of its first row.
+    `lookup`: the most tokens that the step drafts for each of its DRAFTS sequences.
     """
     call = _Calls(config)
     calls = [call("draft", most=lookup)] if lookup else []
@@ -223,10 +227,12 @@ def decode_program(
     if sampled:
         call, head = _Calls(config, last=last_row), "embed" if config.tied_embeddings else "head"
         given = {"norm": BufferArgument("final_norm"), "weight": BufferArgument(head)}
-        if lookup:  # a row of `scored` names itself as its sequence, so that each has its logits
-            given |= {"live": BufferArgument("scored"), "logits": BufferArgument("scores")}
-        calls.append(call("head", **given))
-        calls.append(call("accept" if lookup else "sample"))
+        if lookup:  # a draft in `scored` has a sequence of its own, so that each has its logits
+            calls.append(call("head", **given, live=BufferArgument("scored")))
+            calls.append(call("accept"))
+        else:
+            calls.append(call("head", **given))
+        calls.append(call("sample"))
     return tuple(calls)
 
 

@@ -6,7 +6,8 @@
 A step advances the state on the device, so a launch needs nothing from the host; and once all rows
 of a step have stopped they are padding, so an extra step changes nothing.  Tokens come through the
 ring: at most as many as the ring holds are launched and not taken, so none is overwritten unread.
-A step that drafts gives one token or more; the ring says which is its last.
+A step that drafts gives each sequence one token or more; the ring says which is its last.  Its
+tokens are taken as items of one token for each sequence that has more, before those of the next.
 
 With masks, which depend on the tokens before, only a step's layers are launched ahead: its ending
 follows once its masks are made, while the layers run.
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Self, TypeVar
@@ -106,15 +107,23 @@ class Run(Closeable, Generic[T]):
         self._calls = calls  # shared with the decoder
         self._live = sequences
         self._left = options.count
+        """The most steps whose tokens are still to be taken; None for no limit."""
+        self._ends = {
+            one.index: len(one.tokens) + options.count
+            for one in sequences
+            if options.count is not None
+        }
+        """The tokens that each sequence has at the end, if there is a limit."""
         self._per_launch = options.tokens_per_launch
         self._ahead = options.ahead or 0
         self._device_state = device_state
         self._drafts = drafts
         self._masks = masks
         self._begun = False  # layers are launched whose tokens have no masks yet
-        self._finishing = False
-        self._within = False  # a step that drafts was taken in part
+        self._within: list[Sequence] = []  # those that have more tokens of the step taken last
         self._launched = self._taken = 0  # steps since `begin_ahead`
+        self._stepped: list[Sequence] = []  # the sequences of these steps
+        self._through: dict[int, int] = {}  # the steps taken of those that need no more tokens
         self._over = False
         self._ended_by: str | None = None
         self._work = self._steps()
@@ -175,7 +184,7 @@ class Run(Closeable, Generic[T]):
     def finish(self) -> None:
         """Stops launching: the run ends once all launched tokens are taken, and drops none, so the
         next step continues from the state on the device."""
-        self._left, self._finishing = self._launched - self._taken + self._begun, True
+        self._left = self._launched - self._taken + self._begun
 
     def end(self, by: str) -> None:
         """Ends the run because of the call `by`, which a later step's ClosedError names."""
@@ -183,10 +192,19 @@ class Run(Closeable, Generic[T]):
             self._ended_by = by
         self.close()
 
+    @property
+    def within_step(self) -> bool:
+        """True if the next item holds more tokens of the step whose tokens the last one held."""
+        return bool(self._within)
+
     def is_ahead(self, sequence: Sequence) -> bool:
         """True if launches of this run have computed, or will compute, tokens of the sequence that
         were not taken."""
-        return self._launched > self._taken and sequence in self._live
+        taken = self._taken
+        if self._within and sequence not in self._within:
+            taken += 1  # all that the step gives it
+        taken = self._through.get(sequence.index, taken)
+        return self._launched > taken and sequence in self._stepped and not sequence.stopped
 
     # --- the steps
     def _steps(self) -> Generator[T, None, None]:
@@ -203,7 +221,8 @@ class Run(Closeable, Generic[T]):
                     yield from self._go_ahead(launches)
                     continue
             state = self._device_state
-            yield self._hand(self._stepper.together(live, device_state=state, masks=masks))
+            chosen = self._stepper.together(live, device_state=state, masks=masks)
+            yield self._hand(live, chosen)
 
     def _from_device(self) -> bool:
         """True if each sequence's next token and position are on the device."""
@@ -212,7 +231,8 @@ class Run(Closeable, Generic[T]):
     def _find(self, stack: ExitStack) -> _Launches | None:
         """Returns the launches to run ahead, whose graph `stack` holds; None for one step with a
         wait: the host must set a sequence's position first, or there is no graph (yet)."""
-        steps, rows, drafts = self._stepper.steps, len(self._live), self._drafts
+        steps, rows = self._stepper.steps, self._stepper.rows(self._live)
+        drafts = self._drafts
         if not self._from_device():
             return None
         for tokens in dict.fromkeys((self._per_launch, 1)):
@@ -241,57 +261,52 @@ class Run(Closeable, Generic[T]):
         self._stepper.phases.one_by_one[reason] += 1
 
     def _go_ahead(self, launches: _Launches) -> Generator[T, None, None]:
-        stepper, sequences = self._stepper, self._live
-        room = max(sequence.room for sequence in sequences)
-        self._launched = self._taken = 0
-        self._within = False
-        further = True
-        stepper.begin_ahead(sequences, drafts=self._drafts)
-        try:
+        room = max(sequence.room for sequence in self._live)
+        with self._running_ahead():
             while self._live and self._left != 0:
                 self._launch(launches, room)
                 if self._launched == self._taken:
                     break  # fewer tokens are left than one more launch would give
-                chosen = stepper.take_next(self._live)
-                self._taken += not self._drafts or self._ends_step()
-                yield self._hand(chosen)
-            further = self._launched > self._taken
-        except GeneratorExit:
-            further = self._launched > self._taken
-            raise
-        finally:
-            stepper.end_ahead(sequences, further=further)
+                yield self._take()
 
     def _go_masked(self, masks: TokenMasks) -> Generator[T, None, None]:
-        stepper, sequences = self._stepper, self._live
-        rows = len(sequences)
-        self._launched = self._taken = 0
-        stepper.begin_ahead(sequences, masks=masks)
-        try:
+        stepper, drafts = self._stepper, self._drafts
+        rows = stepper.rows(self._live, masks)
+        with self._running_ahead():
             while self._live and self._left != 0:
                 if not self._begun:
-                    stepper.steps(rows, sampled=False)
-                stepper.choose(rows, masks, self._live)
+                    stepper.steps(rows, sampled=False, drafts=drafts)
+                stepper.choose(rows, masks, self._live, drafts=drafts)
                 self._launched += 1
                 self._begun = self._left != 1
                 if self._begun:
-                    stepper.steps(rows, sampled=False)
-                chosen = stepper.take_next(self._live)
-                self._taken += 1
-                yield self._hand(chosen)
+                    stepper.steps(rows, sampled=False, drafts=drafts)
+                yield self._take()
+                while self._within:
+                    yield self._take()
+
+    @contextmanager
+    def _running_ahead(self) -> Iterator[None]:
+        """Steps of the live sequences are launched before their tokens are taken."""
+        self._stepped = self._live
+        self._launched = self._taken = 0
+        self._within, self._through = [], {}
+        self._stepper.begin_ahead(self._live, drafts=self._drafts, masks=self._masks)
+        try:
+            yield
         finally:
             self._begun = False
-            stepper.end_ahead(sequences, further=self._launched > self._taken)
+            self._stepper.end_ahead(self._stepped, self.is_ahead)
 
-    def _ends_step(self) -> bool:
-        """Counts the token taken from a step that drafts; True if it is the step's last."""
-        more, phases = self._stepper.ring.has_more(self._live[0]), self._stepper.phases
-        phases.lookup_tokens += 1
-        phases.lookup_steps += not self._within
-        self._within = more
-        if more and self._finishing and self._left is not None:
-            self._left += 1  # which then counts steps
-        return not more
+    def _take(self) -> T:
+        """Takes the next tokens: what is left of a step, or the first tokens of the next one."""
+        stepper, due, more = self._stepper, self._within or self._live, []
+        chosen = stepper.take_next(due)
+        if self._drafts:
+            more = stepper.count_drafted(due, first=not self._within)
+        item = self._hand(due, chosen, more)
+        self._taken += not self._within
+        return item
 
     def _launch(self, launches: _Launches, room: int) -> None:
         """Launches until `ahead` launches are under way besides the one that the host waits for,
@@ -305,13 +320,22 @@ class Run(Closeable, Generic[T]):
             self._launched += tokens  # before the call: an interruption must not hide a launch
             launches.call()
 
-    def _hand(self, chosen: list[int]) -> T:
-        live = self._live
-        if self._left is not None:
+    def _hand(self, due: list[Sequence], chosen: list[int], more: Collection[Sequence] = ()) -> T:
+        """Returns the item of the tokens chosen for the sequences `due`, after it has dropped the
+        sequences that need none after them.  `more`: those with another token of this step."""
+        ends = self._ends
+        done = [s for s in due if s.stopped or (ends and len(s.tokens) >= ends[s.index])]
+        if done:
+            for one in done:
+                self._through[one.index] = self._taken + (one not in more)
+            self._live = [one for one in self._live if one not in done]
+        self._within = [one for one in more if one not in done]
+        if self._left is not None and not self._within:
             self._left -= 1
-        if any(sequence.stopped for sequence in live):
-            self._live = [sequence for sequence in live if not sequence.stopped]
-        return self._item(live, chosen)
+            if ends and self._drafts and self._live:  # a step may have given more than one token
+                needed = max(ends[one.index] - len(one.tokens) for one in self._live)
+                self._left = min(self._left, needed)
+        return self._item(due, chosen)
 
 
 class TokenRun(Run[int]):
@@ -322,7 +346,7 @@ class TokenRun(Run[int]):
 
 
 class BatchRun(Run[dict[int, int]]):
-    """A run of several sequences: its items are {sequence: token} for those not stopped before."""
+    """A run of several sequences: its items are {sequence: token}, see `Decoder.run_batch`."""
 
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> dict[int, int]:
         return {s.index: token for s, token in zip(sequences, chosen, strict=True)}

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ostinato.errors import InputError
 from ostinato.lowlevel import uninterrupted
 from ostinato.models.arguments import quoted, token_ids, whole
-from ostinato.models.program import ACTIVE, FROM_STATE, MASKED, ROW, SAMPLE
+from ostinato.models.program import ACTIVE, DRAFTS, FROM_STATE, MASKED, ROW, SAMPLE
 
 
 @dataclass(slots=True)
@@ -26,6 +26,8 @@ class Sequence:
     `has_logits`: unless `ahead`, the logits there are those that the last token was chosen from.
     `stopped`: the last token is an end token, or takes the limit or the end of the context.
     `limit`: the position that stops the sequence once a token takes it.
+    `plain`: the sampling options ask for the likeliest token of the model's own logits, and for
+    nothing else; so the sequence may draft.
     `logprobs_from`: the number of tokens that were chosen before the present sampling options.
     """
 
@@ -37,6 +39,7 @@ class Sequence:
     has_logits: bool = False
     stopped: bool = False
     limit: int = 0
+    plain: bool = True
     logprobs_from: int = 0
 
     @property
@@ -191,14 +194,22 @@ def mask_rows(rows: npt.NDArray[Any], sequences: Items[int]) -> None:
 
 
 def decode_rows(
-    out: npt.NDArray[Any], sequences: Items[Sequence], *, device_state: bool
+    out: npt.NDArray[Any],
+    sequences: Items[Sequence],
+    *,
+    device_state: bool,
+    room: Items[int] | None = None,
 ) -> npt.NDArray[Any]:
-    """Fills `out` with one row for each sequence, then padding.  With `device_state`, a row reads
-    token and position from the device's state if that is up to date."""
+    """Fills `out` with one row for each sequence, and with padding.  With `device_state`, a row
+    reads token and position from the device's state if that is up to date.  `room`: for a step that
+    drafts, the rows of each sequence, of which the padding behind the first is for drafts."""
     out[...] = np.zeros((), ROW)
-    for index, sequence in enumerate(sequences):
+    index = 0
+    for sequence, rows in zip(sequences, room or [1] * len(sequences), strict=True):
+        flags = ACTIVE | SAMPLE | (DRAFTS if rows > 1 else 0)
         if device_state and sequence.on_device:
-            out[index] = (0, 0, sequence.index, ACTIVE | SAMPLE | FROM_STATE)
+            out[index] = (0, 0, sequence.index, flags | FROM_STATE)
         else:
-            out[index] = (sequence.next_token, sequence.length, sequence.index, ACTIVE | SAMPLE)
+            out[index] = (sequence.next_token, sequence.length, sequence.index, flags)
+        index += rows
     return out

@@ -1,6 +1,7 @@
 """The decoder's graphed steps over one program: "prefill"; "decode", which samples; "lookup", which
 drafts tokens and chooses as many as agree; and loops of the last two, which give several tokens a
-launch.
+launch.  "ending", and "lookup layers" and "lookup ending", are parts of steps whose masks are made
+between layers and ending.
 
 The graph of a loop is built node by node around the launches of the step:
 
@@ -47,7 +48,8 @@ from ostinato.step import Action, Decision, HeldReplay, Reason, StepStatistics
 if TYPE_CHECKING:
     from ostinato.models.ranks import Ranks
 
-_PREFILL, _DECODE, _ENDING, _LOOKUP = "prefill", "decode", "ending", "lookup"
+_PREFILL, _DECODE, _ENDING = "prefill", "decode", "ending"
+_LOOKUPS = _LOOKUP, _LOOKUP_LAYERS, _LOOKUP_ENDING = "lookup", "lookup layers", "lookup ending"
 _WHOLE_LOGITS = "decode, whole logits"
 """The name of a step of ranks that gives each rank all logits, so that rows need not be greedy."""
 # Poison for padding rows in checks: without ACTIVE, with numbers that are out of every range.
@@ -132,19 +134,21 @@ class StepGraphs:
             for name in (*names, _ENDING)
         }
         if plan.sizes.lookup:  # without a warm-up, see `_loop`
-            self._steps[_LOOKUP] = self._new_step(
-                partial(self._submit, _LOOKUP),
-                name=_LOOKUP,
-                warmups=0,
-                builder=partial(self._build_step, _LOOKUP),
-            )
+            for name in _LOOKUPS:
+                self._steps[name] = self._new_step(
+                    partial(self._submit, name),
+                    name=name,
+                    warmups=0,
+                    builder=partial(self._build_step, name),
+                )
         self._loops: dict[tuple[int, str], GraphedStep] = {}
 
-    def end(self, rows: int) -> Decision:
+    def end(self, rows: int, *, drafts: bool = False) -> Decision:
         """Runs the rest of a step that samples, after the same rows were run with `sampled=False`;
         ranks have all logits.  Does not wait."""
         self._check()
-        self.last_decision = self._steps[_ENDING](rows=max(rows, self._least))
+        step = self._steps[_LOOKUP_ENDING if drafts else _ENDING]
+        self.last_decision = step(rows=max(rows, self._least))
         return self.last_decision
 
     def __call__(
@@ -153,7 +157,7 @@ class StepGraphs:
         """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
 
         `tokens` may exceed 1 only if the step samples and all active rows are FROM_STATE.
-        `drafts`: the step drafts tokens for the sequence of the only row.
+        `drafts`: the step drafts tokens for its DRAFTS rows.
         """
         rows = max(rows, self._least)
         self.last_decision = self._step(rows, sampled, tokens, drafts)(rows=rows)
@@ -172,7 +176,7 @@ class StepGraphs:
         if rows not in self._ready:
             self._prepare(self._buckets.bucket(rows))
             self._ready.add(rows)
-        name = _LOOKUP if drafts else self._name(sampled)
+        name = self._name(sampled, drafts)
         return self._steps[name] if tokens == 1 else self._loop(tokens, name)
 
     def ran_eagerly(self, decision: Decision) -> bool:
@@ -181,8 +185,10 @@ class StepGraphs:
         recorded = recorded and self._ranks is None
         return decision.action is Action.EAGER or recorded
 
-    def _name(self, sampled: bool) -> str:
-        """Returns the name of the step, which is the key of its program."""
+    def _name(self, sampled: bool, drafts: bool = False) -> str:
+        """Returns the name of the step."""
+        if drafts:
+            return _LOOKUP if sampled else _LOOKUP_LAYERS
         if not sampled:
             return _PREFILL
         return _WHOLE_LOGITS if self.whole_logits and self._ranks is not None else _DECODE
@@ -241,9 +247,13 @@ class StepGraphs:
         # Of ranks the last one has all logits.  The first launch follows one of another graph.
         bounds[_ENDING] = (rest[0].with_programmatic(False), *rest[1:])
         made[_ENDING] = self._operations(bounds[_ENDING], rows)
-        if self._plan.sizes.lookup and rows == self._least:
-            bounds[_LOOKUP] = self._bound(_LOOKUP, rows)
-            made[_LOOKUP] = self._operations(bounds[_LOOKUP], rows)
+        if rows <= self._plan.sizes.draft_rows:
+            bound, calls = self._bound(_LOOKUP, rows), len(self._program(_LOOKUP))
+            begin = len(bound) - (calls - 1 - len(self.programs[_PREFILL]))  # `draft` is before it
+            layers, rest = bound[:begin], bound[begin:]
+            rest = (rest[0].with_programmatic(False), *rest[1:])
+            bounds |= {_LOOKUP: bound, _LOOKUP_LAYERS: layers, _LOOKUP_ENDING: rest}
+            made |= {name: self._operations(bounds[name], rows) for name in _LOOKUPS}
         self._bounds[rows] = bounds
         return made
 

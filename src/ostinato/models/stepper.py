@@ -164,6 +164,7 @@ class Stepper:
         self._rows = np.zeros(plan.sizes.rows, ROW)
         self._rows_on_device = b""
         self._settled = True
+        self._drafting: set[int] = set()  # sequences that draft in the steps launched ahead
 
     # --- one step
     def prompt(
@@ -246,7 +247,7 @@ class Stepper:
         phases, begin = self.phases, time.perf_counter()
         try:
             self._set_rows(decode_rows(self._rows, sequences, device_state=device_state), masks)
-            chosen, failed = self._sampled(sequences, (), len(sequences), masks)
+            chosen, failed = self._sampled(sequences, (), self.rows(sequences, masks), masks)
             phases.tokens["decode"] += len(chosen)
             return _all(chosen, failed)
         finally:
@@ -330,6 +331,19 @@ class Stepper:
         return TokenLogprobs(sequence.tokens[-1], float(one["chosen"]), pairs)
 
     # --- many steps, the host behind
+    def room(self, sequences: Items[Sequence], masks: TokenMasks | None = None) -> list[int]:
+        """Returns the rows of each sequence in a step that drafts; 1 for one that cannot draft."""
+        masked = masks.sequences if masks is not None else ()
+        plain = [one.plain and one.index not in masked for one in sequences]
+        drafting = sum(plain)
+        each = self._plan.sizes.drafting(drafting, len(plain) - drafting)
+        return [each if drafts else 1 for drafts in plain]
+
+    def rows(self, sequences: Items[Sequence], masks: TokenMasks | None = None) -> int:
+        """Returns the rows of a step of these sequences, the same whether it drafts or not, so that
+        no token depends on it."""
+        return sum(self.room(sequences, masks)) if self._plan.sizes.lookup else len(sequences)
+
     def begin_ahead(
         self,
         sequences: list[Sequence],
@@ -340,21 +354,26 @@ class Stepper:
         """Prepares steps of these sequences that are launched before their tokens are taken.
 
         All sequences must be `on_device`.  The host writes no rows until `end_ahead`.  `drafts`:
-        the steps draft tokens, and leave no logits.  `masks`: of the steps (`choose`).
+        the steps draft, and leave no logits of the sequences that do.  `masks`: of the steps
+        (`choose`).
         """
         self._settle()
-        self._set_rows(decode_rows(self._rows, sequences, device_state=True), masks)
+        room = self.room(sequences, masks) if drafts else [1] * len(sequences)
+        self._set_rows(decode_rows(self._rows, sequences, device_state=True, room=room), masks)
+        self._drafting = {one.index for one, rows in zip(sequences, room, strict=True) if rows > 1}
         for sequence in sequences:
             sequence.on_device = False  # the device's state is ahead of the host's
-            sequence.has_logits = sequence.has_logits and not drafts
+            sequence.has_logits = sequence.has_logits and sequence.index not in self._drafting
             self.ring.forget_all(sequence)
 
-    def choose(self, rows: int, masks: TokenMasks, sequences: Items[Sequence]) -> None:
+    def choose(
+        self, rows: int, masks: TokenMasks, sequences: Items[Sequence], *, drafts: bool
+    ) -> None:
         """Ends a step of `rows` rows, whose layers are launched, with these masks."""
         masked = {one.index for one in sequences} & {*masks.sequences}
         if masked:
             self._fill(masks, masked)
-        self.steps.end(rows)
+        self.steps.end(rows, drafts=drafts)
 
     def take_next(self, sequences: list[Sequence]) -> list[int]:
         """Waits for the next token of each sequence and takes it.  Raises LogitsError."""
@@ -369,13 +388,22 @@ class Stepper:
         phases.seconds["decode"] += time.perf_counter() - begin
         return _all(chosen, failed)
 
-    def end_ahead(self, sequences: list[Sequence], *, further: bool) -> None:
-        """Ends launching ahead.  `further`: the device may have computed tokens that were not
-        taken."""
+    def count_drafted(self, sequences: Items[Sequence], *, first: bool) -> list[Sequence]:
+        """Counts the tokens just taken of a step that drafts; returns the sequences of which it has
+        more.  `first`: they are the first ones of the step."""
+        drafting = len(self._drafting.intersection(one.index for one in sequences))
+        self.phases.lookup_tokens += drafting
+        self.phases.lookup_steps += drafting * first
+        return [one for one in sequences if self.ring.has_more(one)]
+
+    def end_ahead(self, sequences: list[Sequence], further: Callable[[Sequence], bool]) -> None:
+        """Ends launching ahead.  `further`: whether the device may have computed tokens of a
+        sequence that were not taken."""
         for sequence in sequences:
             if not sequence.stopped:
-                sequence.on_device, sequence.ahead = not further, further
-                self._settled = self._settled and not further
+                sequence.ahead = further(sequence)
+                sequence.on_device = not sequence.ahead
+                self._settled = self._settled and sequence.on_device
 
     def _wait(self, sequences: Items[Sequence], steps: Items[int], *, last: bool) -> None:
         """Waits for the token of each sequence, see `TokenRing.wait`; watches the group."""

@@ -110,10 +110,10 @@ PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
 _ROW_THREADS = {
     "embed": 128,
     **dict.fromkeys(("sample", "sample_of_ranks"), 1024),
+    **dict.fromkeys(("draft", "accept"), 1024),
     **dict.fromkeys(("best_of_part", "best_of_ranks"), 32),
 }
 """Threads of the kernels that have a block for each row."""
-_LOOKUP_THREADS = 1024
 _PREFETCH_PIECE = 2048
 _WARPGROUP_PANELS, _BRICK_PANELS = 1, 2  # PANELS in common.cuh
 _ROPE_THREADS = 128
@@ -521,7 +521,7 @@ class Lowering:
                 assert isinstance(vocabulary, int) and isinstance(ranks, int)
                 found |= {"HEAD_BLOCKS": ranks, "RANKS": ranks, "HEAD_TOKENS": vocabulary // ranks}
         elif kernel in ("draft", "accept"):
-            found = {"ROWS": self.rows, "LOOKUP_THREADS": _LOOKUP_THREADS}
+            found = {"ROWS": self.rows, "LOOKUP_THREADS": _ROW_THREADS[kernel]}
             if kernel == "draft":
                 found["DRAFT_KEY"] = DRAFT_KEY
             else:
@@ -759,8 +759,6 @@ class Lowering:
             grid, threads = (given["blocks"], 1, 1), THREADS
         elif kernel == "continue_loop":
             grid, threads = (1, 1, 1), MAX_ROWS
-        elif kernel in ("draft", "accept"):
-            grid, threads = (1, 1, 1), _LOOKUP_THREADS
         else:
             threads = _ROW_THREADS[kernel]
         return LaunchConfig(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from ostinato.models.program import (
     ACTIVE,
     BIAS,
     DRAFT_KEY,
+    DRAFTS,
     FROM_STATE,
     LOGPROBS,
     MASKED,
@@ -87,7 +89,6 @@ class Given:
     logits: Floats
     drafted: Ints
     scored: Ints
-    scores: Floats
     workspace: Floats
     row_count: int
     hidden: int
@@ -480,21 +481,30 @@ def _allowed(a: Given, sequence: int) -> npt.NDArray[np.bool_]:
 
 @kernel(HOST_KERNELS)
 def draft(a: Given) -> None:
-    """Makes the rows of a step for the sequence of the first row in `rows`: its token, and up to
-    `most` drafts (`drafts_of`), as far as there are rows.  `scored` has the same rows, each with
-    its own number as sequence."""
-    made = np.zeros((a.row_count, 4), np.int32)
-    token, position, sequence, flags = _resolved(a, a.rows[:4].tolist())
-    flags &= ~FROM_STATE
-    made[0] = (token, position, sequence, flags)
-    if flags & ACTIVE and 0 <= position < a.context:
-        before = a.history[sequence * a.context :][:position]
-        drafts = drafts_of(np.append(before, np.int32(token)), min(a.most, a.row_count - 1))
-        for index, found in enumerate(drafts.tolist(), 1):
-            made[index] = (found, position + index, sequence, flags)
+    """Makes the rows of a step: those of `rows`, and behind each DRAFTS row up to `most` drafts
+    (`drafts_of`), as far as there are rows before the next ACTIVE one.
+
+    Rows of a sequence that drafts are not SAMPLE, so `sample` leaves them to `accept`.  `scored`
+    has the same rows for `head`: all are SAMPLE, and each draft has a sequence of its own, its row
+    behind the decoder's sequences."""
+    rows = a.rows[: 4 * a.row_count].reshape(-1, 4)
+    made, scored = np.zeros((2, a.row_count, 4), np.int32)
+    first = [*np.flatnonzero(rows[:, _FLAGS] & ACTIVE).tolist(), a.row_count]
+    for index, end in pairwise(first):
+        token, position, sequence, flags = _resolved(a, rows[index].tolist())
+        flags &= ~FROM_STATE
+        scored[index] = (token, position, sequence, flags)
+        if flags & DRAFTS:
+            flags &= ~SAMPLE
+        made[index] = (token, position, sequence, flags)
+        if flags & DRAFTS and flags & ACTIVE and 0 <= position < a.context:
+            before = a.history[sequence * a.context :][:position]
+            drafts = drafts_of(np.append(before, np.int32(token)), min(a.most, end - index - 1))
+            for row, found in enumerate(drafts.tolist(), index + 1):
+                made[row] = (found, position + row - index, sequence, flags)
+                scored[row] = (*made[row, :2], a.sequences + row, flags | SAMPLE)
     a.drafted[: made.size] = made.reshape(-1)
-    made[:, 2] = np.arange(a.row_count)
-    a.scored[: made.size] = made.reshape(-1)
+    a.scored[: scored.size] = scored.reshape(-1)
 
 
 def drafts_of(tokens: Ints, most: int) -> Ints:
@@ -519,20 +529,23 @@ def drafts_of(tokens: Ints, most: int) -> Ints:
 
 @kernel(HOST_KERNELS)
 def accept(a: Given) -> None:
-    """Chooses the likeliest token of each row in turn, and updates the state of its sequence
-    (`advance`), as long as the next row holds the token chosen: what follows a wrong draft is
-    dropped.  `scores`: [rows, vocabulary]."""
-    scores = _matrix(a.scores, a.row_count, a.vocabulary)
+    """Chooses the likeliest token of each row of a sequence that drafts in turn, and updates the
+    sequence's state (`advance`), as long as the next row holds the token chosen: what follows a
+    wrong draft is dropped.  `scored` names the place of a row's logits."""
+    wanted = ACTIVE | DRAFTS
     rows = [*a.live[: 4 * a.row_count].reshape(-1, 4).tolist(), (0, 0, 0, 0)]
-    for index, values in enumerate(scores):
-        _, position, sequence, flags = rows[index]
-        if not flags & ACTIVE:
-            return
+    places = a.scored[2 : 4 * a.row_count : 4].tolist()
+    before, agreed = -1, False  # the sequence of the row before; whether it chose this row's token
+    for index, (_, position, sequence, flags) in enumerate(rows):
+        if flags & wanted != wanted or (sequence == before and not agreed):
+            continue
+        values = a.logits[places[index] * a.vocabulary :][: a.vocabulary]
         best = int(values.argmax())  # the first NaN if there is one
         token = best if np.isfinite(values[best]) else -1
-        agreed = bool(rows[index + 1][_FLAGS] & ACTIVE) and rows[index + 1][0] == token
-        if not advance(a, token, position, sequence, agreed):
-            return
+        next_token, _, next_sequence, next_flags = rows[index + 1]
+        agreed = bool(next_flags & ACTIVE) and (next_sequence, next_token) == (sequence, token)
+        agreed = advance(a, token, position, sequence, agreed)
+        before = sequence
 
 
 def advance(a: Given, token: int, position: int, sequence: int, agreed: bool = False) -> bool:

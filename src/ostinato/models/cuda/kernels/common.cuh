@@ -48,7 +48,7 @@ typedef bf16 Weight;
 #define WINDOWED 0
 #endif
 
-constexpr int ACTIVE = 1, SAMPLE = 2, FROM_STATE = 4, MASKED = 8;
+constexpr int ACTIVE = 1, SAMPLE = 2, FROM_STATE = 4, MASKED = 8, DRAFTS = 16;
 
 struct alignas(16) Row {
     int token, position, sequence, flags;

@@ -38,11 +38,13 @@ struct SampledRow {
 struct Ending {
     int limit, token;
 };
-DEVICE Ending ending_of(const SampledRow& sampled, const Options* options, const int* stops) {
+DEVICE Ending ending_of(int limit, const int* stops) {
     static_assert(STOPS <= 32, "a lane each");
     const int lane = threadIdx.x % 32;
-    return Ending{sampled.wanted ? options[sampled.row.sequence].limit : 0,
-                  lane < STOPS ? load_fresh(stops + lane) : -1};
+    return Ending{limit, lane < STOPS ? load_fresh(stops + lane) : -1};
+}
+DEVICE Ending ending_of(const SampledRow& sampled, const Options* options, const int* stops) {
+    return ending_of(sampled.wanted ? options[sampled.row.sequence].limit : 0, stops);
 }
 
 constexpr int MORE = 1 << 30;  // program.MORE
