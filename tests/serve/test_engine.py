@@ -21,10 +21,16 @@ from tests.serve.serving import SECONDS, Answer, alone, job, open_generator, sub
 HOT = {"temperature": 3.0}
 
 
-@pytest.fixture
-def generator(host_device: Device, tiny_model: Path) -> Iterator[TextGenerator]:
-    with open_generator(host_device, tiny_model) as opened:
+@pytest.fixture(params=[0])
+def generator(
+    request: pytest.FixtureRequest, host_device: Device, tiny_model: Path
+) -> Iterator[TextGenerator]:
+    with open_generator(host_device, tiny_model, lookup=request.param) as opened:
         yield opened
+
+
+with_drafts = pytest.mark.parametrize("generator", [0, 1, 3], indirect=True)
+"""The most drafts of a step."""
 
 
 def jobs_of(generator: TextGenerator, count: int) -> list[Job]:
@@ -33,7 +39,7 @@ def jobs_of(generator: TextGenerator, count: int) -> list[Job]:
     for seed in range(count):
         prompt = ("the same beginning of a few " if seed % 3 else "") + "ab in 12 " * (seed % 5 + 1)
         stop = ("th", "er") if seed % 4 == 0 else ()
-        options = {"temperature": 0.0} if seed % 7 == 0 else {**HOT, "seed": seed}
+        options = {"temperature": 0.0} if seed % 7 < 3 else {**HOT, "seed": seed}
         if seed % 6 == 1:
             options["repetition_penalty"] = 1.3
         made.append(job(generator, prompt + str(seed), 1 + seed * 7 % 40, stop=stop, **options))
@@ -45,6 +51,7 @@ def check(answer: Answer, wanted: tuple[str, int, End]) -> None:
     assert (update.text, update.tokens, update.end) == wanted
 
 
+@with_drafts
 @pytest.mark.parametrize("options", [{}, {"piece": 5}, {"reuse": False}])
 def test_many_at_once_answer_as_each_alone(
     generator: TextGenerator, options: dict[str, Any]
@@ -54,6 +61,8 @@ def test_many_at_once_answer_as_each_alone(
     assert len({end for _, _, end in wanted}) == 2 and len({text for text, _, _ in wanted}) > 20
     timings: list[Timing] = []
     with ServingEngine(generator, over=timings.append, **options).start() as engine:
+        until(lambda: engine.ready)
+        before = engine.statistics().result(SECONDS).decoder
         answers = [submit(engine, one)[1] for one in jobs]
         for answer, one in zip(answers, wanted, strict=True):
             check(answer, one)
@@ -66,11 +75,18 @@ def test_many_at_once_answer_as_each_alone(
     assert (numbers.cached_tokens > 0) == options.get("reuse", True)
     assert numbers.steps < numbers.step_rows <= 4 * numbers.steps, "they step together"
     assert numbers.decoder.launches_replayed > 0 and not numbers.decoder.quarantined
+    lookup = generator.decoder.plan.sizes.lookup
+    drafted = numbers.decoder.lookup_tokens - before.lookup_tokens
+    steps = numbers.decoder.lookup_steps - before.lookup_steps
+    assert steps < drafted <= (lookup + 1) * steps if lookup else steps == 0
+    decoded = numbers.decoder.decoded_tokens - before.decoded_tokens
+    assert decoded == numbers.step_rows + drafted - steps, "a step's first tokens, and its drafts"
     for timing in timings:
         assert timing.placed is not None and timing.first is not None
         assert 0 <= timing.placed <= timing.first <= timing.over
 
 
+@with_drafts
 @pytest.mark.parametrize("piece", [256, 5])
 def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, piece: int) -> None:
     with ServingEngine(generator, piece=piece).start() as engine:
@@ -141,6 +157,28 @@ def test_a_request_joins_those_that_are_decoded(
     assert numbers.steps == 99, "the steps were shared"
 
 
+@with_drafts
+def test_one_step_between_two_pieces_of_a_prompt(generator: TextGenerator) -> None:
+    generator.decoder.set_stop_tokens(())
+    long, late = (job(generator, "ab in " * count, 100, temperature=0.0) for count in (1, 12))
+    pieces = -(-len(late.tokens) // 5)
+    assert pieces > 6
+    steps: list[int] = []
+
+    class Late(Answer):
+        def __call__(self, update: Update) -> None:
+            steps.append(engine._counts["steps"])  # on the engine's thread
+            super().__call__(update)
+
+    answers = Answer(), Late()
+    engine = ServingEngine(generator, piece=5)
+    engine.submit([long, late], answers)
+    with engine.start():
+        for answer in answers:
+            answer.wait()
+    assert steps[0] <= pieces
+
+
 def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
     rng = random.Random(5)
     jobs = jobs_of(generator, 40)
@@ -188,6 +226,10 @@ class Failing:
     def __exit__(self, *exception: Any) -> None:
         self.run.__exit__(*exception)
 
+    @property
+    def within_step(self) -> bool:
+        return bool(self.run.within_step)
+
     def __iter__(self) -> Iterator[Any]:
         for item in self.run:
             if self.rng.random() < 0.01:
@@ -195,6 +237,7 @@ class Failing:
             yield item
 
 
+@with_drafts
 @pytest.mark.parametrize("seed", range(3))
 def test_no_answer_holds_what_another_prompt_left_behind(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch, seed: int

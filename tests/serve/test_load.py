@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import typer
@@ -122,7 +123,8 @@ def left() -> list[object]:
     return [one for one in gc.get_objects() if isinstance(one, app._Answering | app._Inbox)]
 
 
-def test_fifty_clients_half_of_which_go_away(tiny_model: Path) -> None:
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_fifty_clients_half_of_which_go_away(tiny_model: Path, lookup: int) -> None:
     rng = random.Random(11)
     with open_device("host") as device, open_generator(device, tiny_model) as reference:
         rounds = [load(50, 60, rng) for _ in range(2)]
@@ -130,7 +132,7 @@ def test_fifty_clients_half_of_which_go_away(tiny_model: Path) -> None:
     assert len({text for text, _ in wanted[0]}) > 25
     with (
         open_device("host") as device,
-        open_generator(device, tiny_model, sequences=8) as generator,
+        open_generator(device, tiny_model, sequences=8, lookup=lookup) as generator,
         running(generator, queue=50) as server,
     ):
         free = device.memory_info()[0]
@@ -362,6 +364,34 @@ def test_a_name_is_served_at_all_its_addresses_or_not_at_all(tiny_model: Path) -
             port = taken.getsockname()[1]
             with pytest.raises(OSError, match=f"localhost, port {port}: Address already in use"):
                 Server.bind("localhost", port)
+
+
+def test_the_command_drafts(tiny_model: Path) -> None:
+    asked = [Asked("abab", 40, temperature, 3, None) for temperature in (0.0, 2.0, 0.0)]
+    with open_device("host") as device, open_generator(device, tiny_model) as reference:
+        wanted = [one.alone(reference) for one in asked]
+    process, url = started(tiny_model, "--slots", "2", "--lookup", "3")
+    try:
+
+        def drafted() -> list[float]:
+            with urlopen(f"{url}/metrics") as answer:
+                found = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
+            names = ("tokens", "steps")
+            return [float(found[f"ostinato_decoder_lookup_{name}"]) for name in names]
+
+        def ask(one: Asked) -> tuple[str, str]:
+            answer = client(url).completions.create(model="tiny", **one.fields)
+            return answer.choices[0].text, answer.choices[0].finish_reason
+
+        before = drafted()
+        with ThreadPoolExecutor(3) as pool:
+            assert [*pool.map(ask, asked)] == [(text, end.value) for text, end in wanted]
+        tokens, steps = (now - then for now, then in zip(drafted(), before, strict=True))
+        assert tokens > steps > 0
+        process.terminate()
+        ended(process)
+    finally:
+        process.kill()
 
 
 def test_a_port_that_is_taken_is_said(tiny_model: Path) -> None:

@@ -137,6 +137,7 @@ def serve(
     threads: arguments.Threads = None,
     tensor_parallel: arguments.TensorParallel = 1,
     weights: arguments.WeightsOption = arguments.WeightsName.auto,
+    lookup: arguments.Lookup = 0,
     no_graphs: arguments.NoGraphs = False,
 ) -> None:
     """Serve a model over HTTP, with endpoints of OpenAI's API.
@@ -184,6 +185,7 @@ def serve(
         "weights": weights.value,
         "max_context": max_context,
         "sequences": slots,
+        "lookup": lookup,
         "graphs": False if no_graphs else None,
     }
     listeners = Server.bind(host, port)  # finds a port in use before a model is loaded

@@ -413,20 +413,44 @@ class ServingEngine(Closeable):
                     read([0] * size)
             if size == most:
                 break
-        for rows in self._buckets:
-            count = min(rows, self._slots)
-            for slot in range(count):
-                if not decoder.tokens(slot):
-                    decoder.prefill([0], slot)
-            for _ in range(2):
+        for slot in range(self._slots):
+            decoder.prefill([0], slot)
+        stops = decoder.stop_tokens
+        decoder.set_stop_tokens(())  # an end token would keep a slot from its next step
+        try:
+            for mix in self._mixes():
                 if self._ending:
                     return
-                for slot in range(count):
-                    decoder.truncate(1, slot)
-                decoder.decode_batch(range(count))
-            if count == self._slots:
-                break
+                self._run_mix(*mix)
+        finally:
+            decoder.set_stop_tokens(stops)
         decoder.reset()
+
+    def _run_mix(self, drawing: int, count: int) -> None:
+        """Runs the steps of `count` slots, of which `drawing` draw."""
+        decoder, slots = self._decoder, range(count)
+        for slot in range(drawing):
+            decoder.set_sampling(SamplingOptions(temperature=1.0), slot)
+        for _ in range(2):
+            for slot in slots:
+                decoder.truncate(1, slot)
+            decoder.decode_batch(slots)
+        if max(decoder.step_rows(slots)) > 1 and not decoder.stopped(0):
+            list(decoder.run_batch(slots, count=1))
+        for slot in range(drawing):
+            decoder.set_sampling(SamplingOptions(), slot)
+
+    def _mixes(self) -> list[tuple[int, int]]:
+        """Returns numbers of slots that draw, and of all slots, with which steps of every kind and
+        number of rows run."""
+        sizes = self._decoder.plan.sizes
+        found: dict[tuple[bool, int], tuple[int, int]] = {}
+        for count in range(1, self._slots + 1):
+            for drawing in range(count + 1 if sizes.lookup else 1):
+                each = sizes.drafting(count - drawing, drawing)
+                rows = self._buckets.bucket(drawing + (count - drawing) * each)
+                found.setdefault((each > 1, rows), (drawing, count))
+        return [*found.values()]
 
     def _turn(self) -> bool:
         """Performs one action, or waits until there is one.  False if the thread must end."""
@@ -578,18 +602,25 @@ class ServingEngine(Closeable):
     def _decode(self, action: Decode) -> None:
         with self._lock:
             needing = self._needing(action.slots)
+        single, masks = action.single, self._masks(needing)
+        # For a single step, nothing is launched ahead of the look at what comes next.
         run = self._decoder.run_batch(
-            action.slots, count=1 if action.single else None, masks=self._masks(needing)
+            action.slots,
+            count=1 if single and masks else None,
+            ahead=0 if single else None,
+            masks=masks,
         )
-        rows = self._buckets.bucket(len(action.slots))
-        look, finished = 0.0, action.single
+        size = self._size(action.slots)
+        look, finished, within = 0.0, False, False
         with run:
             for item in run:
                 now = time.monotonic()
                 with self._lock:
-                    self._counts["steps"] += 1
-                    self._counts["step_rows"] += len(item)
-                    self._scheduler.stepped()
+                    if not within:
+                        self._counts["steps"] += 1
+                        self._counts["step_rows"] += len(item)
+                        self._scheduler.stepped()
+                    within = run.within_step
                     self._took(item)
                     if now >= look:
                         look = now + _LOOK_SECONDS
@@ -600,12 +631,17 @@ class ServingEngine(Closeable):
                         finished = not (
                             isinstance(ahead, Decode)
                             and not ahead.single
-                            and self._buckets.bucket(len(ahead.slots)) == rows
+                            and self._size(ahead.slots) == size
                             and self._needing(ahead.slots) == needing
                         )
                         if finished:
                             run.finish()
                 self._flush()
+
+    def _size(self, slots: Sequence[int]) -> tuple[int, int]:
+        """Returns the rows of a step of these slots, and of those of them that draft."""
+        rows = self._decoder.step_rows(slots)
+        return self._buckets.bucket(sum(rows)), max(rows)
 
     # --- the caller holds the lock
     def _took(self, chosen: Mapping[int, int]) -> None:
