@@ -1,6 +1,7 @@
 """Drafts from the sequence itself (`Decoder(lookup=…)`): tokens a step, and tokens a second.
 
     python -m benchmarks.lookup [--model smollm2-135m] [--shape 1B] [--lookup 3,7] [--tokens 256]
+        [--sequences 8]
 
 Two questions, each with ways that take turns; "lookup 0" is a decoder without drafts.
 
@@ -15,7 +16,8 @@ answer in pieces of as many tokens as a step shall give, with a wrong token afte
 every step keeps exactly those.  `tokens_per_step` is what was asked for, and the row says what was
 measured.
 
-`tokens_per_second`: after the first token, the median of the rounds.
+`tokens_per_second`: after the first token, the median of the rounds, of all `--sequences` together,
+which have the same prompt and decode in one step.
 """
 
 from __future__ import annotations
@@ -136,47 +138,56 @@ class Turns:
     def __init__(self, decoders: Mapping[int, Decoder], rounds: int) -> None:
         self.decoders, self.rounds = decoders, rounds
 
+    @staticmethod
+    def run(decoder: Decoder, prompt: Sequence[int], tokens: int) -> tuple[list[int], float]:
+        """Returns the answer to a prompt in all sequences, the worst if they differ, and the
+        seconds after its first token."""
+        decoder.reset()
+        every = range(decoder.plan.sizes.sequences)
+        answers = {sequence: [decoder.prefill(prompt, sequence)] for sequence in every}
+        began = time.perf_counter()
+        for item in decoder.run_batch(every, count=tokens - 1, tokens_per_launch=PER_LAUNCH):
+            for sequence, token in item.items():
+                answers[sequence].append(token)
+        spent = time.perf_counter() - began
+        assert all(one == answers[0] for one in answers.values()), "the sequences differ"
+        return answers[0], spent
+
     def rows(self, what: str, prompt: Sequence[int], tokens: int) -> list[dict[str, object]]:
         """Measures the answer to a prompt, of at most `tokens` tokens, with each decoder."""
         times: dict[int, list[float]] = {lookup: [] for lookup in self.decoders}
         answers: dict[int, list[int]] = {}
         for number in range(self.rounds + 2):  # two to build graphs
             for lookup, decoder in self.decoders.items():
-                decoder.reset()
-                first = decoder.prefill(prompt)
-                began = time.perf_counter()
-                rest = list(decoder.run(count=tokens - 1, tokens_per_launch=PER_LAUNCH))
-                spent = time.perf_counter() - began
-                answers[lookup] = [first, *rest]
-                if number > 1 and rest:
-                    times[lookup].append(spent / len(rest))
-        made: list[dict[str, object]] = []
+                answers[lookup], spent = self.run(decoder, prompt, tokens)
+                made = len(answers[lookup]) - 1
+                if number > 1 and made:
+                    times[lookup].append(spent / made)
+        rows: list[dict[str, object]] = []
         reference, base = answers[0], statistics.median(times[0])
         for lookup, decoder in self.decoders.items():
             one, answer = statistics.median(times[lookup]), answers[lookup]
             pairs = zip(answer, reference, strict=False)
             same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(answer))
-            made.append(
+            rows.append(
                 {
                     "what": what,
                     "lookup": lookup,
                     "prompt": len(prompt),
                     "tokens": len(answer),
                     "tokens_per_step": self._per_step(decoder, prompt, tokens) if lookup else 1.0,
-                    "tokens_per_second": round(1 / one, 1),
+                    "tokens_per_second": round(decoder.plan.sizes.sequences / one, 1),
                     "token_us": round(one * 1e6, 1),
                     "least_token_us": round(min(times[lookup]) * 1e6, 1),
                     "times": round(base / one, 2),
                     "equal": round(same / len(answer), 3),
                 }
             )
-        return made
+        return rows
 
     def _per_step(self, decoder: Decoder, prompt: Sequence[int], tokens: int) -> float:
         before = decoder.statistics()
-        decoder.reset()
-        decoder.prefill(prompt)
-        list(decoder.run(count=tokens - 1, tokens_per_launch=PER_LAUNCH))
+        self.run(decoder, prompt, tokens)
         after = decoder.statistics()
         steps = after.lookup_steps - before.lookup_steps
         return round((after.lookup_tokens - before.lookup_tokens) / steps, 2)
@@ -198,18 +209,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES, help="for the rates; 1B, or tiny on the CPU")
     parser.add_argument("--lookup", default="3,7", help="numbers of drafts")
     parser.add_argument("--tokens", type=int, default=256, help="of an answer, at most")
+    parser.add_argument("--sequences", type=int, default=1, help="that decode in one step")
     parser.add_argument("--rounds", type=int, default=7)
     chosen = parser.parse_args(arguments)
     if chosen.quick:
         chosen.tokens, chosen.rounds = 24, 1
     on_gpu = chosen.device != "host"
     shape = chosen.shape or ("1B" if on_gpu and not chosen.quick else "tiny")
+    count = chosen.sequences
     lookups = [0, *map(int, chosen.lookup.split(","))]
     rows: list[dict[str, object]] = []
     skipped = {} if chosen.model else {"texts": "no model was given"}
     with ost.open_device(chosen.device) as device:
         if chosen.model:
-            texts = partial(of_texts, device, chosen.model, lookups, chosen.tokens, chosen.rounds)
+            texts = partial(
+                of_texts, device, chosen.model, lookups, chosen.tokens, chosen.rounds, count
+            )
             found = common.optional(skipped, "texts", texts)
             rows += found if isinstance(found, list) else []
         config = replace(shape_named(shape), tied_embeddings=False)
@@ -217,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         opened = SuccessorCheckpoint(config, shape)
         context = min(config.context_length, 3 * tokens + 16)
         with ExitStack() as stack:
-            turns = take_turns(stack, device, opened, lookups, chosen.rounds, context)
+            turns = take_turns(stack, device, opened, lookups, chosen.rounds, context, count)
             for each in (1, 2, 4, 8):
                 if each <= max(lookups) + 1:
                     prompt = pieces(config.vocabulary, tokens, each)
@@ -225,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(common.table(f"drafts on {device.name}", rows, COLUMNS))
         moved = traffic(config, 2 if on_gpu else 4)
         common.emit(
-            f"lookup-{shape}",
+            f"lookup-{shape}" + (f"-{count}-sequences" if count > 1 else ""),
             device,
             chosen.out,
             ceiling={
@@ -237,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "shape": shape,
                 "tokens": chosen.tokens,
                 "tokens_per_launch": PER_LAUNCH,
+                "sequences": count,
                 "rounds": chosen.rounds,
             },
             rows=rows,
@@ -252,27 +268,32 @@ def take_turns(
     lookups: Sequence[int],
     rounds: int,
     context: int,
+    count: int,
 ) -> Turns:
     """Opens a decoder for each number of drafts, on the same weights; `stack` closes them."""
-    first = stack.enter_context(
-        Decoder(device, checkpoint, max_context=context, stop_tokens=(), lookup=lookups[0])
-    )
+    given: dict[str, Any] = {"max_context": context, "stop_tokens": (), "sequences": count}
+    first = stack.enter_context(Decoder(device, checkpoint, lookup=lookups[0], **given))
     decoders = {lookups[0]: first}
     for lookup in lookups[1:]:
-        given: dict[str, Any] = {"max_context": context, "stop_tokens": (), "lookup": lookup}
-        decoders[lookup] = stack.enter_context(Decoder(device, first.weights, **given))
+        one = Decoder(device, first.weights, lookup=lookup, **given)
+        decoders[lookup] = stack.enter_context(one)
     return Turns(decoders, rounds)
 
 
 def of_texts(
-    device: ost.Device, model: str, lookups: Sequence[int], tokens: int, rounds: int
+    device: ost.Device,
+    model: str,
+    lookups: Sequence[int],
+    tokens: int,
+    rounds: int,
+    count: int,
 ) -> list[dict[str, object]]:
     """Returns the rows of the three texts."""
     rows: list[dict[str, object]] = []
     with ExitStack() as stack:
         generator = stack.enter_context(TextGenerator(device, model, max_context=2048))
         decoder = generator.decoder
-        turns = take_turns(stack, device, decoder.weights, lookups, rounds, 2048)
+        turns = take_turns(stack, device, decoder.weights, lookups, rounds, 2048, count)
         for one in turns.decoders.values():
             one.set_stop_tokens(decoder.stop_tokens)
         for what, text in TEXTS.items():

@@ -294,9 +294,10 @@ def test_the_choice_of_tokens_is_measured_beside_greedy_steps(run: Run) -> None:
     assert [row["what"] for row in rows if row["mask_us"] is not None] == made
 
 
-def test_drafts_are_measured_at_given_rates(run: Run) -> None:
-    result = run(lookup, "--model", "", "--lookup", "3,7")
-    assert result["benchmark"] == "lookup-tiny"
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_drafts_are_measured_at_given_rates(run: Run, sequences: int) -> None:
+    result = run(lookup, "--model", "", "--lookup", "3,7", "--sequences", str(sequences))
+    assert result["benchmark"] == ("lookup-tiny-3-sequences" if sequences > 1 else "lookup-tiny")
     assert list(result["skipped"]) == ["texts"]
     found = {(row["what"], row["lookup"]): row for row in result["rows"]}
     for each in (1, 2, 4, 8):

@@ -816,20 +816,24 @@ def node_times() -> Iterable[str]:
 
 def lookup() -> Iterable[str]:
     """The table of drafts at given rates: tokens a second without drafts, and with some."""
-    rows = results("lookup-1B-nvidia-h200.json")["rows"]
-    drafts = sorted({row["lookup"] for row in rows})
-    found = {(row["what"], row["lookup"]): row for row in rows}
+    rows = {
+        (count, row["what"].partition(", ")[2], row["lookup"]): row
+        for count, name in ((1, "lookup-1B"), (8, "lookup-1B-8-sequences"))
+        for row in results(f"{name}-nvidia-h200.json")["rows"]
+    }
+    drafts = sorted({each for _, _, each in rows})
 
-    def cells(what: str) -> Iterator[str]:
-        yield what.partition(", ")[2]
+    def cells(count: int, what: str) -> Iterator[str]:
+        yield str(count)
+        yield what
         for each in drafts:
-            row = found[what, each]
+            row = rows[count, what, each]
             times = f" ({row['times']:.2f} ×)" if each else ""
             yield f"{row['tokens_per_second']:,.0f}{times}"
 
     head = [f"{each} drafts, tok/s" if each else "no drafts, tok/s" for each in drafts]
-    whats = dict.fromkeys(row["what"] for row in rows)
-    return _table(("tokens that are right", *head), map(cells, whats))
+    lines = dict.fromkeys((count, what) for count, what, _ in rows)
+    return _table(("sequences", "tokens that are right", *head), (cells(*line) for line in lines))
 
 
 def tuning() -> Iterable[str]:
