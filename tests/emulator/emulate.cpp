@@ -81,6 +81,9 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
     block_size = block;
     const int threads = block.x * block.y * block.z;
     const int blocks = grid.x * grid.y * grid.z, batch = together ? blocks : 1;
+    // Blocks that run together have one set of __shared__ variables, which the usual order allows for.
+    const char* const order = together ? nullptr : std::getenv("EMULATED_ORDER");
+    const bool backwards = order && std::atoi(order) % 2;
     std::vector<Fiber> fibers(static_cast<size_t>(batch) * threads);
     std::vector<Block> made(batch);
     for (int start = 0; start < blocks; start += batch) {
@@ -98,7 +101,7 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
             one.operands.assign(threads * 12, 0);
             one.bulk_copies.clear();
             one.live = threads;
-            const int index = start + b;
+            const int index = backwards ? blocks - 1 - start : start + b;
             for (int t = 0; t < threads; t++) {
                 Fiber& fiber = fibers[static_cast<size_t>(b) * threads + t];
                 fiber.stack = stack_of(static_cast<size_t>(b) * threads + t);
@@ -131,8 +134,6 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
                 abort();
             }
         };
-        // Blocks that run together have one set of __shared__ variables, which the usual order allows for.
-        const char* const order = together ? nullptr : std::getenv("EMULATED_ORDER");
         std::minstd_rand random(order ? std::atoi(order) : 0);
         std::vector<size_t> shuffled(order ? fibers.size() : 0);
         std::iota(shuffled.begin(), shuffled.end(), size_t{0});

@@ -2,7 +2,7 @@
 // that switch at barriers and warp exchanges, blocks run one after the other, but for those of clusters.
 // With EMULATED_ORDER in the environment, a number, fibers take turns in a random order, but for those of
 // clusters: an access to shared memory that no barrier separates from another thread's comes before it at
-// times, and at times behind it.
+// times, and at times behind it.  With an odd number the last block runs first.
 //
 // Not for speed, and no proof of anything that depends on timing or on memory ordering; it finds
 // wrong indices, wrong sums, reads of shared memory that nobody wrote, and barriers that not all

@@ -748,10 +748,15 @@ def both(machine: Any, kernel: str, rows: int, values: dict[str, Any]) -> dict[s
 
 
 @on_kernels("rows", [2, 8, 5, 64])
-def test_draft_makes_rows_of_what_followed(kernels: Any, rows: int) -> None:
-    """For each sequence, up to the next one's row; one behind another, or with room between."""
+def test_draft_makes_rows_of_what_followed(
+    kernels: Any, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each sequence, up to the next one's row; one behind another, or with room between.  On
+    the emulator also with threads in any order, and the last block first."""
     context, count, draw = 3000, 5, random.Random(rows)
     for number in range(12):
+        if number == 10:
+            monkeypatch.setenv("EMULATED_ORDER", "1")
         most = draw.randint(1, rows - 1)
         history = np.array([draw.randrange(7) for _ in range(count * context)], np.int32)
         if number % 3 == 0:
@@ -807,12 +812,16 @@ def test_draft_reads_nothing_for_rows_out_of_range(emulator: Any, row: tuple[int
 
 
 @on_kernels("rows", [2, 8, 5, 64])
-def test_accept_keeps_what_the_model_chooses(kernels: Any, rows: int) -> None:
+def test_accept_keeps_what_the_model_chooses(
+    kernels: Any, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of each sequence that drafts, however many rows it has; it leaves the others to `sample`."""
     (launch,) = launch_of("accept", rows)
     draw, blocks = random.Random(rows), int(dict(launch.options.defines)["HEAD_BLOCKS"])
     count, ring, lengths = 4, 64, set()
     for number in range(24):
+        if number == 22:
+            monkeypatch.setenv("EMULATED_ORDER", "1")
         chosen = [draw.randrange(CONFIG.vocabulary) for _ in range(rows)]
         live, scored = np.zeros((2, rows, 4), np.int32)
         firsts = [0, *sorted(draw.sample(range(1, rows), min(draw.randrange(count), rows - 1)))]
