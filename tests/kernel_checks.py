@@ -260,6 +260,20 @@ def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
             for call in program:
                 if call.kernel not in COLLECTIVES:
                     yield from cut.launches([call])
+    tuning = default_tuning(part, rows=512, context=2048, most=PIECE_ROWS)
+    single = default_tuning(part, context=2048)
+    program = shard_program(
+        decode_program(part, last_row=True), sharding, whole_logits=False, last_row=True
+    )
+    how = exchange.Layout(sharding.size, 512, 264).shared_sum()
+    program = tuple(
+        call
+        for call in carrying_sums(program, sharding, how, shared=True)
+        if call.kernel not in COLLECTIVES
+    )
+    for one in lower_with_library(program, part, rows=512, tuning=tuning, single=single):
+        if isinstance(one, CudaLaunch) and "RANKS" in dict(one.options.defines):
+            yield one
 
 
 @dataclass(frozen=True)

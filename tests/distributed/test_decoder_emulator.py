@@ -32,7 +32,7 @@ from ostinato.models.sharding import (
 from tests.distributed.test_exchange import emulate, on_ranks
 from tests.distributed.test_local import outcomes
 from tests.emulator.emulator import Emulator
-from tests.models.emulated import EmulatedGpu
+from tests.models.emulated import EmulatedGpu, NumpyProducts
 from tests.models.random_models import RandomModel, llama
 from tests.models.test_decoder_emulator import EmulatedBackend
 
@@ -232,6 +232,72 @@ def test_products_that_add_sums_over_ranks_have_the_bits_of_sums_apart(
     (launches, *mine), (apart_launches, *wanted) = found
     assert launches == apart_launches - 2 * config.layers
     assert mine == wanted
+
+
+def ranks_with_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, with products by NumPy in steps of 16 and more rows."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(
+        "ostinato.models.cuda.backend.open_products",
+        lambda device, rows, stream=None: (NumpyProducts(device.device), "NumPy"),
+    )
+    monkeypatch.setattr(
+        "ostinato.models.decoder.backend_for",
+        lambda device, **_: CudaBackend(EmulatedGpu(device, threads=True), library_rows=16),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hidden"),
+    [
+        (2, 192),
+        *[pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 80), (4, 192), (8, 4104))],
+    ],
+)
+def test_ranks_that_share_rows_have_the_bits_of_sums_apart(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, hidden: int
+) -> None:
+    """In pieces of prompts with padding, and in smaller steps whose rows all sample; between steps
+    of own products, which add to sums that must be clear; eager, captured, replayed."""
+    config = llama(
+        2 * ranks, ranks, 16, hidden=hidden, inner=32 * ranks, vocabulary=48 * ranks, layers=2
+    )
+    ranks_with_a_library(monkeypatch)
+    kernels: list[str] = []
+
+    def decoding(group: Group) -> tuple[list[int], list[bytes]]:
+        prompt = np.random.default_rng(3).integers(0, config.vocabulary, 90).tolist()
+        with (
+            ost.open_device("host") as device,
+            Decoder(
+                device, random_checkpoint(config), group=group, collectives="exchange",
+                max_context=128, max_rows=128, sequences=2, stop_tokens=(),
+            ) as decoder,
+        ):  # fmt: skip
+            tokens, logits = [], []
+            for _ in range(3):
+                decoder.reset()
+                for begin, end in ((0, 70), (70, 90)):  # 128 rows, and 32
+                    tokens += [decoder.prefill(prompt[begin:end])]
+                    logits.append(decoder.logits().tobytes())
+                tokens += [decoder.prefill(prompt[:5], 1), *decoder.decode_batch((0, 1))]
+                logits.append(decoder.logits().tobytes())
+            assert not decoder.statistics().quarantined
+            if group.rank == 0:
+                kernels[:] = [n.name for n in decoder._steps.graph(128, sampled=True).nodes()]
+            return tokens, logits
+
+    found = []
+    for apart in (False, True):
+        if apart:
+            monkeypatch.setattr(CudaBackend, "shared_buffers", lambda *_: {})
+        with local_groups(ranks) as groups:
+            several = groups.run(decoding)
+        assert all(one == several[0] for one in several)
+        assert kernels.count("rows_of_ranks") == (0 if apart else 2 * config.layers)
+        assert kernels.count("norm_rows") == (2 * config.layers if apart else 1)
+        found.append(several[0])
+    assert found[0] == found[1]
 
 
 def test_a_lost_rank_ends_the_waits_of_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class EmulatedGpu:
     bytes of shared memory that a block may have, the host's if None."""
 
     def __init__(self, device: Device, *, threads: bool = False, shared: int | None = None) -> None:
-        self.name = "emulated"
+        self.name, self.device = "emulated", device
         self.driver = device.driver  # which has no CUDA context
         self.modules = EmulatedModules(device, threads)
         self.properties = replace(

@@ -81,14 +81,16 @@ class ExchangedSum:
     """A sum over ranks that a kernel computes itself, with `Collectives.windows`
     (`kernels/exchange.cuh`).
 
-    `words`, `header`, `scattered`: the macros EXCHANGE_WORDS, EXCHANGE_HEADER, EXCHANGE_SCATTERED.
-    `blocks`: the grid, of EXCHANGE_THREADS threads.
+    `words`, `header`, `blocks`, `scattered`: the macros EXCHANGE_WORDS, EXCHANGE_HEADER, and so on.
+    `grid`: the blocks of the launch, of EXCHANGE_THREADS threads; where ranks share rows, the most
+    blocks.
     """
 
     words: int
     header: int
-    scattered: bool
     blocks: int
+    scattered: bool
+    grid: int
 
 
 class Collectives(Closeable, ABC):
@@ -104,6 +106,10 @@ class Collectives(Closeable, ABC):
     windows: Buffer | None = None
     """The addresses of the ranks' memory, for kernels that compute sums themselves.  They belong to
     the collectives: close what uses them first."""
+    room: Buffer | None = None
+    """This rank's memory that kernels of the other ranks can read and write, at the same place of
+    each window (`kernels/exchange.cuh`), as many bytes as were asked for.  It belongs to the
+    collectives too."""
 
     def __init__(self, group: Group, device: Device) -> None:
         self.group = group
@@ -147,6 +153,11 @@ class Collectives(Closeable, ABC):
     def exchanged_sum(self, count: int) -> ExchangedSum | None:
         """Returns how kernels compute a sum of `count` float32 values per rank, or None if they
         cannot themselves."""
+        return None
+
+    def shared_sum(self) -> ExchangedSum | None:
+        """Returns how kernels compute a sum of values in `room`, of which each rank adds a share;
+        None without a room."""
         return None
 
     def programmatic(self, nbytes: int, *, gathers: bool = False) -> bool:

@@ -9,6 +9,9 @@ lock and no signal from the host.
 A sum goes to every rank whole, or, where that sends many more bytes, in parts: each rank adds a
 part and sends the result to the others (`ExchangeCollectives.scatters`).  Both give the same bits.
 
+Words of 8 bytes have 4 of value, which is the fastest way for few of them.  Kernels whose values
+lie in the windows (`room`) read and write those of other ranks without words, between two meetings.
+
 Messages above the windows' limits, and broadcasts, use the backend that always works (NCCL, on the
 host the group's channel).  All ranks decide this alike, by bytes.
 
@@ -60,14 +63,18 @@ _BLOCK = 2 * THREADS
 _FOLDER = Path(__file__).parent / "kernels"
 _BLOCKS_PER_PROCESSOR = 4
 """Blocks of 128 threads: few enough to be resident on any GPU beside other work."""
+_MEETING_PER_PROCESSOR = 2
+"""Blocks of up to 512 threads, of kernels whose blocks meet."""
 _MOST_RANKS = 16
 _TOTAL = 512 << 10
 LARGEST_SUM = 1 << 20
 """The bytes of a rank in the largest sum: 64 rows of 4,096 values."""
+_PROCESSORS = 132  # those that the host's kernels are cut for
 HOP_BYTES = 224 << 10
 """The bytes that a rank sends to others in the time of a second exchange: 0.65 us at 340 GB/s (two
 H200s; docs/scale.md)."""
 _PAGE = 2 << 20
+_ALIGNED = 1024
 _SUM_SLOTS = 16384  # most values of a sum that kernels exchange themselves
 _SUM_TABLE = 32
 SUMS_MACROS = {"SUM_SLOTS": _SUM_SLOTS, "SUM_TABLE": _SUM_TABLE}
@@ -90,20 +97,23 @@ def limit_for(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a window.  `blocks`: of the largest launch."""
+    """The layout of a window.  `blocks`: of the largest launch that exchanges words; `meeting`: of
+    the largest whose blocks meet; `room`: bytes of other memory that kernels share."""
 
     ranks: int
     blocks: int
+    meeting: int = 0
+    room: int = 0
 
     @property
     def words(self) -> int:
-        """Words of 8 bytes that a rank sends in the largest exchange."""
-        return self.blocks * _BLOCK
+        """Words of 8 bytes that a rank sends in the largest exchange, and in meetings."""
+        return self.blocks * _BLOCK + 2 * self.meeting
 
     @property
     def header(self) -> int:
         """Words of 8 bytes before the data: the blocks' counters, and a mark of each rank."""
-        return -(-(self.blocks + self.ranks) // 32) * 16
+        return -(-(self.blocks + self.meeting + self.ranks) // 32) * 16
 
     @property
     def sums(self) -> int:
@@ -116,23 +126,33 @@ class Layout:
         return _SUM_TABLE + _SUM_SLOTS // 4 + 2 * self.ranks * _SUM_SLOTS
 
     @property
+    def shared(self) -> int:
+        """Offset in bytes of the room."""
+        return -(-(self.sums + 8 * self.sums_words) // _ALIGNED) * _ALIGNED
+
+    @property
     def nbytes(self) -> int:
         """Bytes of a window: whole pages, so that no other allocation is shared with it."""
-        return -(-(self.sums + 8 * self.sums_words) // _PAGE) * _PAGE
+        return -(-(self.shared + self.room) // _PAGE) * _PAGE
 
     def sum_of(self, count: int, *, scattered: bool) -> ExchangedSum:
         """Returns the launch of a sum of `count` values."""
         each = _BLOCK * (self.ranks if scattered else 1)
-        return ExchangedSum(self.words, self.header, scattered, -(-count // each))
+        return ExchangedSum(self.words, self.header, self.blocks, scattered, -(-count // each))
+
+    def shared_sum(self) -> ExchangedSum:
+        """Returns the largest launch of a sum of values in the room."""
+        return replace(self.sum_of(0, scattered=False), grid=self.meeting)
 
     def mark(self, rank: int) -> int:
         """Returns the byte offset of the mark that a rank's writes to this window are over."""
-        return 4 * (self.blocks + rank)
+        return 4 * (self.blocks + self.meeting + rank)
 
     @property
     def macros(self) -> dict[str, str]:
-        words = {"EXCHANGE_WORDS": str(self.words), "EXCHANGE_HEADER": str(self.header)}
-        return {"RANKS": str(self.ranks), "EXCHANGE_THREADS": str(THREADS), **words}
+        numbers = {"RANKS": self.ranks, "EXCHANGE_THREADS": THREADS, "EXCHANGE_BLOCKS": self.blocks}
+        numbers |= {"EXCHANGE_WORDS": self.words, "EXCHANGE_HEADER": self.header}
+        return {name: str(number) for name, number in numbers.items()}
 
 
 @cache
@@ -158,6 +178,7 @@ class ExchangeCollectives(Collectives):
 
     All ranks make theirs together.  `limit`: largest message of a rank, in bytes; by default 1 MiB
     for sums and `limit_for` of the number of ranks for others.  `hop_bytes`: see `scatters`.
+    `room`: bytes of `Collectives.room`.
     Raises NotAvailableError on all ranks if any of them cannot reach the others' memory; `beyond`
     then stays open.
     """
@@ -170,21 +191,28 @@ class ExchangeCollectives(Collectives):
         *,
         limit: int = LARGEST_SUM,
         hop_bytes: int = HOP_BYTES,
+        room: int = 0,
     ) -> None:
         super().__init__(group, device)
         self.beyond = beyond
         self._on_host = device.capabilities.runs_host_functions
-        most, size = limit, group.size
-        if not self._on_host:  # all blocks of a launch must be resident
-            most = 4 * _BLOCK * _BLOCKS_PER_PROCESSOR * device.properties.multiprocessors
-        told = group.exchange("windows: limit", f"{limit} {most} {hop_bytes}".encode())
+        size = group.size
+        # All blocks of a launch must be resident.
+        processors = _PROCESSORS if self._on_host else device.properties.multiprocessors
+        told = group.exchange("windows: limit", f"{limit} {processors} {hop_bytes} {room}".encode())
         numbers = [[int(number) for number in one.split()] for one in told]
-        limit, most, self._hop_bytes = (min(column) for column in zip(*numbers, strict=True))
+        limit, processors, self._hop_bytes, least = (
+            min(column) for column in zip(*numbers, strict=True)
+        )
+        # Ranks of different models have no room: the decoder compares these, and says so.
+        room = least if all(one[3] == least for one in numbers) else 0
+        most = 4 * _BLOCK * _BLOCKS_PER_PROCESSOR * processors
         self._whole: int = min(limit, most, limit_for(size))
         """Bytes of the largest message that goes to every other rank whole."""
         self.limit = min(limit, most * size)
         blocks = -(-max(self._whole, 4) // (4 * _BLOCK))
-        self.layout = Layout(size, max(blocks, -(-self.limit // (4 * _BLOCK * size))))
+        blocks = max(blocks, -(-self.limit // (4 * _BLOCK * size)))
+        self.layout = Layout(size, blocks, _MEETING_PER_PROCESSOR * processors, room)
         self._made: dict[tuple[object, ...], tuple[Operation, ...]] = {}
         self._opened: dict[int, int] = {}
         self._window: Buffer | None = None
@@ -240,6 +268,8 @@ class ExchangeCollectives(Collectives):
         self._refuse([one.decode() for one in group.exchange("windows: opened", error.encode())])
         sums = [address + self.layout.sums for address in addresses]
         self._sums = self._window.view(self.layout.sums, self.layout.sums_words, np.uint64)
+        if self.layout.room:
+            self.room = self._window.view(self.layout.shared, self.layout.room, "bytes")
         with device.create_stream() as stream:
             table = np.array([*sums, self._lost.address], np.uint64)
             self._sums[: table.size].set(table, stream)
@@ -352,7 +382,7 @@ class ExchangeCollectives(Collectives):
         if found is None:
             options = CompileOptions(defines=tuple(self.layout.macros.items()))
             kernel = self.device.modules.get_or_compile(self._source(), name, options=options)
-            grid = self.layout.sum_of(count, scattered=name.startswith("scattered")).blocks
+            grid = self.layout.sum_of(count, scattered=name.startswith("scattered")).grid
             shape = LaunchConfig(grid, THREADS, programmatic=programmatic)
             extra = () if width is None else (width,)
             made = prepare(
@@ -375,6 +405,9 @@ class ExchangeCollectives(Collectives):
         if not self._sums_fit(4 * count):
             return None
         return self.layout.sum_of(count, scattered=self.scatters(4 * count))
+
+    def shared_sum(self) -> ExchangedSum | None:
+        return None if self.room is None else self.layout.shared_sum()
 
     def described(self) -> str:
         return f"{self.name}: {self.in_windows} made in peer memory, {self.by_beyond} beyond"
@@ -481,9 +514,9 @@ def _host_kernels(made: ExchangeCollectives) -> Mapping[str, HostKernel]:
         def __init__(self, launch: Any, table: Words, blocks: int, rank: int) -> None:
             windows = [launch.memory(int(table[r]), layout.nbytes) for r in range(size)]
             self._halves = [
-                window.view(np.uint64)[layout.header :][: 2 * size * layout.words].reshape(
-                    2, size, layout.blocks, _BLOCK
-                )
+                window.view(np.uint64)[layout.header :][: 2 * size * layout.words]
+                .reshape(2, size, layout.words)[:, :, : layout.blocks * _BLOCK]
+                .reshape(2, size, layout.blocks, _BLOCK)
                 for window in windows
             ]
             self._rank, self._place = rank, np.arange(blocks)

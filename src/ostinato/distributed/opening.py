@@ -10,7 +10,9 @@ from ostinato.errors import InputError, NotAvailableError
 from ostinato.settings import COLLECTIVE_WAYS, collectives_way
 
 
-def open_collectives(group: Group, device: Device, way: str | None = None) -> Collectives:
+def open_collectives(
+    group: Group, device: Device, way: str | None = None, *, room: int = 0
+) -> Collectives:
     """Returns collectives on the device of this rank, for work of one stream at a time.
 
     All ranks call this in the same order.  A failure of the group ends waits in the collectives;
@@ -21,8 +23,8 @@ def open_collectives(group: Group, device: Device, way: str | None = None) -> Co
         "exchange"  small messages in the ranks' memory, or NotAvailableError
         "library"   everything by NCCL, on the host device by the group's channel
 
-    Raises GroupError, DisagreementError for ways that differ, and NotAvailableError if NCCL is
-    needed and missing.
+    `room`: bytes of `Collectives.room`, which only the ranks' memory has.  Raises GroupError,
+    DisagreementError for ways that differ, and NotAvailableError if NCCL is needed and missing.
     """
     group.check()
     chosen = collectives_way() if way is None else way
@@ -41,7 +43,7 @@ def open_collectives(group: Group, device: Device, way: str | None = None) -> Co
         raise NotAvailableError(f"{device.name} has no collectives")
     if chosen == "exchange" or (chosen == "auto" and not on_host and group.size > 1):
         try:
-            made = ExchangeCollectives(group, device, made)
+            made = ExchangeCollectives(group, device, made, room=room)
         except NotAvailableError as error:  # on all ranks
             if chosen == "exchange":
                 made.close()

@@ -132,6 +132,11 @@ class Backend(Protocol):
         """True if `bind` accepts the sums of `sharding.carrying_sums` for such steps."""
         return False
 
+    def shared_buffers(self, model: DeviceModel, rows: int) -> Buffers:
+        """Returns shapes and dtypes, by name, of the buffers through which ranks share the sums of
+        such steps if they reach each other's memory; none if each rank computes all sums."""
+        return {}
+
     def bind(
         self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int
     ) -> tuple[BoundCall, ...]:

@@ -260,20 +260,26 @@ class Decoder(Closeable):
                 here = DeviceModel(part, context, self.weights.formats)
                 workspace = self.backend.workspace_bytes(here, sizes.buckets)
                 more = self.backend.buffers(here, sizes.rows)
-                if sharding is not None:
+                self._ranks: Ranks | None = None
+                if group is not None and sharding is not None:
+                    from ostinato.models.ranks import Ranks
+
                     more |= shard_buffers(sharding, sizes.rows, sizes.sequences)
+                    shared = self.backend.shared_buffers(here, sizes.rows)
+                    self._ranks = Ranks(group, sharding, device, collectives, shared)
+                    made.callback(self._ranks.close)
                 self.plan = BufferPlan.allocate(
-                    device, self.weights, sizes, workspace=workspace, more=more
+                    device,
+                    self.weights,
+                    sizes,
+                    workspace=workspace,
+                    more=more,
+                    given=self._ranks.shared if self._ranks is not None else {},
                 )
             made.callback(self.plan.close)
-            self._ranks: Ranks | None = None
             self._gather: tuple[Operation, ...] = ()
             """The operations that collect all ranks' logits on this rank."""
-            if group is not None and sharding is not None:
-                from ostinato.models.ranks import Ranks
-
-                self._ranks = Ranks(group, sharding, device, collectives)
-                made.callback(self._ranks.close)
+            if self._ranks is not None:
                 on = graphs_enabled(graphs)
                 steps = f"steps: graphs {on}, build {build!r}, warmups {warmups}, verify {verify!r}"
                 self._ranks.agree_model(self.config, self.backend, self.plan, steps)

@@ -7,6 +7,7 @@ are at the same place whether a batched step or a single one computed them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -164,6 +165,7 @@ class BufferPlan:
         *,
         workspace: int,
         more: Buffers | None = None,
+        given: Mapping[str, Buffer] | None = None,
     ) -> BufferPlan:
         """Allocates all buffers for the largest step.  Raises OutOfMemoryError, InputError.
 
@@ -171,7 +173,7 @@ class BufferPlan:
         dtypes of buffers that only some kernels use (both from `Backend`), or that replace those of
         a named buffer.  All but the KV cache is filled with zeros: counters in the workspace start
         from zero, and kernels read whole buffers.  Kernels read the KV cache only at positions that
-        were written.
+        were written.  `given`: named buffers that another owner has allocated so.
         """
         c = weights.config
         f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -193,9 +195,10 @@ class BufferPlan:
             **({"qkv": ((sizes.rows, c.query_size + 2 * c.kv_size), f32)} if c.qk_norm else {}),
             **(more or {}),
         }
-        buffers = {
-            name: device.zeros(shape, kind, name=name) for name, (shape, kind) in cleared.items()
-        }
+        buffers = dict(given or {})
+        for name, (shape, kind) in cleared.items():
+            if name not in buffers:
+                buffers[name] = device.zeros(shape, kind, name=name)
         # Of a rank's plan, logits are those of the whole vocabulary.
         masks = (sizes.sequences, mask_words(buffers["logits"].shape[1]))
         buffers["masks"] = device.zeros(masks, np.uint32, name="masks")

@@ -192,6 +192,9 @@ class BufferArgument:
         return name if self.layer is None else f"{name}[{self.layer}]"
 
 
+SHARED_PARTIAL = BufferArgument("shared_partial")
+"""A rank's partial sums in memory that the other ranks read."""
+
 CallArgument: TypeAlias = BufferArgument | str | int | float
 """An argument of a call: a buffer; the name of a size of the step ("rows", "sequences", "context",
 "ring") or of the loop's "condition"; or a constant."""

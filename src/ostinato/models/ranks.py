@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from ostinato import Device, Graph, GraphExec, Kernel, Operation, __version__
+from ostinato import Buffer, Device, Graph, GraphExec, Kernel, Operation, __version__
 from ostinato.distributed import Group, open_collectives
 from ostinato.driver.api import KernelNodeParams
 from ostinato.errors import ContextPoisonedError, DriverError, InputError
-from ostinato.models.backend import Backend, BoundCall, BoundLaunch
+from ostinato.models.backend import Backend, BoundCall, BoundLaunch, Buffers
 from ostinato.models.config import LlamaConfig
 from ostinato.models.plan import BufferPlan
 from ostinato.models.program import BufferArgument, KernelCall, decode_program
@@ -39,18 +41,32 @@ from ostinato.models.sharding import (
     shard_program,
 )
 
+_ALIGNED = 256
 _TOLD = 8  # the latest calls, for the message of a disagreement
 
 
 class Ranks:
-    """The membership of a decoder in a group.  `sharding`: this rank's share of the model."""
+    """The membership of a decoder in a group.  `sharding`: this rank's share of the model;
+    `shared`: shapes and dtypes of the buffers that other ranks read and write, by name."""
 
     def __init__(
-        self, group: Group, sharding: Sharding, device: Device, way: str | None = None
+        self,
+        group: Group,
+        sharding: Sharding,
+        device: Device,
+        way: str | None = None,
+        shared: Buffers | None = None,
     ) -> None:
         self.group = group
         self.sharding = sharding
-        self.collectives = open_collectives(group, device, way)
+        sizes = [math.prod(shape) * kind.itemsize for shape, kind in (shared or {}).values()]
+        starts = [*accumulate((-(-n // _ALIGNED) * _ALIGNED for n in sizes), initial=0)]
+        self.collectives = open_collectives(group, device, way, room=starts[-1])
+        self.shared: dict[str, Buffer] = {}
+        """The buffers of `shared`; none if the ranks cannot reach each other's memory."""
+        if (room := self.collectives.room) is not None:
+            for start, (name, (shape, kind)) in zip(starts, (shared or {}).items(), strict=False):
+                self.shared[name] = room.view(start, shape, kind)
         self._device = device
         self._agreed: dict[str, str] = {}
         self._calls: deque[str] = deque(maxlen=_TOLD)
@@ -74,16 +90,27 @@ class Ranks:
         return shard_program(one, self.sharding, whole_logits=whole_logits, last_row=last_row)
 
     def with_collectives(
-        self, program: Sequence[KernelCall], rows: int, *, by_products: bool, carried: bool
+        self,
+        program: Sequence[KernelCall],
+        rows: int,
+        *,
+        by_products: bool,
+        carried: bool,
+        shared: bool,
     ) -> tuple[KernelCall | BoundCall, ...]:
         """Returns the program with its collectives bound to the group.  `by_products`: the kernels
         of products compute the sums over all ranks themselves.  `carried`: the kernels of sums
-        write the inputs of the next product, where sums of these rows are in the ranks' memory."""
-        exchanged = self.collectives.exchanged_sum(rows * self.sharding.whole.hidden)
+        write the inputs of the next product, where sums of these rows are in the ranks' memory;
+        `shared`: in the buffers of `shared`, where there are some."""
+        exchanged = None
+        if shared:
+            exchanged = self.collectives.shared_sum()
+        elif carried:
+            exchanged = self.collectives.exchanged_sum(rows * self.sharding.whole.hidden)
         if by_products:
             program = exchanging_products(program, self.sharding)
-        elif carried and exchanged is not None:
-            program = carrying_sums(program, self.sharding, exchanged)
+        elif exchanged is not None:
+            program = carrying_sums(program, self.sharding, exchanged, shared=shared)
         return tuple(
             BoundCollective(call, self.collectives, rows, self._programmatic(call, rows))
             if call.kernel in COLLECTIVES

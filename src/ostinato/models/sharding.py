@@ -40,8 +40,10 @@ from ostinato.models.config import LlamaConfig, tensor_shapes
 from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckpoint
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.program import (
+    ABSENT,
     CARRYING_SUM,
     OF_RANKS,
+    SHARED_PARTIAL,
     BufferArgument,
     CallArgument,
     KernelCall,
@@ -329,30 +331,40 @@ def exchanging_products(
 
 
 def carrying_sums(
-    program: Sequence[KernelCall], sharding: Sharding, exchanged: ExchangedSum
+    program: Sequence[KernelCall],
+    sharding: Sharding,
+    exchanged: ExchangedSum,
+    *,
+    shared: bool = False,
 ) -> tuple[KernelCall, ...]:
     """Returns a rank's program in which each `accumulate` is a kernel that also writes the inputs
-    of the next product, as `exchanged` says."""
+    of the next product, as `exchanged` says.  `shared`: the partial sums are in memory that the
+    other ranks read, and are not cleared."""
     calls: list[KernelCall] = []
-    for call in program:
+    for call, after in zip(program, [*program[1:], None], strict=True):
         if call.kernel == "accumulate":
             given, product = dict(call.arguments), calls[-1]
             of = dict(product.arguments)
+            partial = SHARED_PARTIAL if shared else given["partial"]
+            calls[-1] = _with(product, x=partial)
+            normed = after is not None and after.kernel != "head"
             call = kernel_call(
                 CARRYING_SUM,
                 live=of["live"],
                 x=given["target"],
-                partial=given["partial"],
+                partial=partial,
+                norm=dict(after.arguments)["norm"] if after is not None and normed else ABSENT,
                 windows=BufferArgument("windows"),
                 half=int(product.kernel == "down_residual"),
                 row_count=of["row_count"],
                 hidden=of["hidden"],
                 rank=sharding.rank,
                 ranks=sharding.size,
-                blocks=exchanged.blocks,
                 words=exchanged.words,
                 header=exchanged.header,
+                blocks=exchanged.blocks,
                 scattered=int(exchanged.scattered),
+                grid=exchanged.grid,
             )
         calls.append(call)
     return tuple(calls)

@@ -5,6 +5,8 @@
 //
 //     words[epoch % 2][rank][block][2 * EXCHANGE_THREADS]        (words.cuh)
 //
+// and, as the last words of a rank, two for each block that meets others (`Meetings` in exchange.cuh).
+//
 // Block b of a rank exchanges with block b of every other rank, and with no other block.  Its counter
 // is the number of its exchanges.  All ranks launch the same grids in the same order, so the counter is
 // the same on all ranks.  The counter is on the device, so that replays, iterations of a loop and single
@@ -47,78 +49,57 @@ DEVICE void start_next() {}
 
 #include "exchange.cuh"
 
-// target += the sum of every rank's `partial`; partial = 0.
+// out = the sum of every rank's `values`; plus `target`, and cleared = 0, unless they are null.
 template <bool SCATTERED>
-DEVICE void accumulate(float* target, float* partial, const u64* table, u32 count, u32 rank) {
+DEVICE void sum(const float* values, const float* target, float* out, float* cleared, const u64* table,
+                u32 count, u32 rank) {
     Exchange exchange(table, rank);
     const ExchangedPairs<SCATTERED> pairs{count};
     wait_for_previous();
     start_next();
     float sums[pairs.COUNT][2] = {}, before[pairs.COUNT][2] = {};
+    auto for_each = [&](auto work) {
 #pragma unroll
-    for (u32 p = 0; p < pairs.COUNT; p++)
+        for (u32 p = 0; p < pairs.COUNT; p++)
 #pragma unroll
-        for (u32 i = 0; i < 2; i++)
-            if (i < pairs.wanted(p)) {
-                sums[p][i] = load_fresh(partial + pairs.at(p) + i);
-                before[p][i] = load_fresh(target + pairs.at(p) + i);
-            }
+            for (u32 i = 0; i < 2; i++)
+                if (i < pairs.wanted(p)) work(sums[p][i], before[p][i], pairs.at(p) + i);
+    };
+    for_each([&](float& sum, float& old, u32 at) {
+        sum = load_fresh(values + at);
+        if (target != nullptr) old = load_fresh(target + at);
+    });
     exchange.begin();
     pairs.sum(exchange, sums);
-#pragma unroll
-    for (u32 p = 0; p < pairs.COUNT; p++)
-#pragma unroll
-        for (u32 i = 0; i < 2; i++)
-            if (i < pairs.wanted(p)) {
-                target[pairs.at(p) + i] = __fadd_rn(before[p][i], sums[p][i]);
-                partial[pairs.at(p) + i] = 0.0f;
-            }
+    for_each([&](float& sum, float& old, u32 at) {
+        out[at] = target != nullptr ? __fadd_rn(old, sum) : sum;
+        if (cleared != nullptr) cleared[at] = 0.0f;
+    });
     exchange.end();
 }
 
+// target += the sum of every rank's `partial`; partial = 0.
 KERNEL __launch_bounds__(EXCHANGE_THREADS)
     exchange_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
                         u32 rank) {
-    accumulate<false>(target, partial, table, count, rank);
+    sum<false>(partial, target, target, partial, table, count, rank);
 }
 KERNEL __launch_bounds__(EXCHANGE_THREADS)
     scattered_accumulate(u32* order, float* target, float* partial, const u64* table, u32 count,
                          u32 rank) {
-    accumulate<true>(target, partial, table, count, rank);
+    sum<true>(partial, target, target, partial, table, count, rank);
 }
 
 // out = the sum of every rank's `source`.
-template <bool SCATTERED>
-DEVICE void reduce(const float* source, float* out, const u64* table, u32 count, u32 rank) {
-    Exchange exchange(table, rank);
-    const ExchangedPairs<SCATTERED> pairs{count};
-    wait_for_previous();
-    start_next();
-    float sums[pairs.COUNT][2] = {};
-#pragma unroll
-    for (u32 p = 0; p < pairs.COUNT; p++)
-#pragma unroll
-        for (u32 i = 0; i < 2; i++)
-            if (i < pairs.wanted(p)) sums[p][i] = load_fresh(source + pairs.at(p) + i);
-    exchange.begin();
-    pairs.sum(exchange, sums);
-#pragma unroll
-    for (u32 p = 0; p < pairs.COUNT; p++)
-#pragma unroll
-        for (u32 i = 0; i < 2; i++)
-            if (i < pairs.wanted(p)) out[pairs.at(p) + i] = sums[p][i];
-    exchange.end();
-}
-
 KERNEL __launch_bounds__(EXCHANGE_THREADS)
     exchange_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
                     u32 rank) {
-    reduce<false>(source, out, table, count, rank);
+    sum<false>(source, nullptr, out, nullptr, table, count, rank);
 }
 KERNEL __launch_bounds__(EXCHANGE_THREADS)
     scattered_reduce(u32* order, const float* source, float* out, const u64* table, u32 count,
                      u32 rank) {
-    reduce<true>(source, out, table, count, rank);
+    sum<true>(source, nullptr, out, nullptr, table, count, rank);
 }
 
 // out[line][rank] = source[line] of that rank; `count` values of 4 bytes, `width` in a line.

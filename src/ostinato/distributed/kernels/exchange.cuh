@@ -8,17 +8,20 @@ struct Exchange {
     u64* windows[RANKS];
     u64* own;
     const u32* lost;
-    u32 rank, place, epoch;
+    u32 rank, number, place, epoch;
 
-    // May run before the wait: the table never changes.
-    DEVICE Exchange(const u64* table, u32 rank)
-        : rank(rank), place(2 * (blockIdx.x * EXCHANGE_THREADS + threadIdx.x)) {
+    // May run before the wait: the table never changes.  `number`: of the block's counter; `place`: the
+    // offset of the thread's words from a rank's first.
+    DEVICE Exchange(const u64* table, u32 rank, u32 number, u32 place)
+        : rank(rank), number(number), place(place) {
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(table[r]);
         lost = reinterpret_cast<const u32*>(table[RANKS]);
         own = reinterpret_cast<u64*>(table[RANKS + 1]);
     }
-    DEVICE u32* counter() const { return reinterpret_cast<u32*>(own) + blockIdx.x; }
+    DEVICE Exchange(const u64* table, u32 rank)
+        : Exchange(table, rank, blockIdx.x, 2 * (blockIdx.x * EXCHANGE_THREADS + threadIdx.x)) {}
+    DEVICE u32* counter() const { return reinterpret_cast<u32*>(own) + number; }
     // Offset of the thread's words from rank 0 of the current epoch.
     DEVICE u64 half() const {
         return EXCHANGE_HEADER + static_cast<u64>(epoch & 1) * RANKS * EXCHANGE_WORDS + place;
@@ -35,12 +38,12 @@ struct Exchange {
     DEVICE void begin() { epoch = load_fresh(counter()); }
 
     // Sends two values to all ranks, and gets the two values of each of them if any is `wanted`.
-    DEVICE void gather(u32 (&values)[RANKS][2], u32 one, u32 other, bool wanted) {
+    DEVICE bool gather(u32 (&values)[RANKS][2], u32 one, u32 other, bool wanted) {
         epoch++;
 #pragma unroll
         for (u32 r = 0; r < RANKS; r++)
             if (r != rank) send(r, one, other);
-        if (wanted) receive(values, one, other);
+        return !wanted || receive(values, one, other);
     }
     // Replaces a pair of values by its sum over all ranks, if any of it is `wanted`.
     DEVICE void sum(float (&pairs)[1][2], bool wanted) {
@@ -80,6 +83,33 @@ struct Exchange {
     DEVICE void end() {
         __syncthreads();
         if (threadIdx.x == 0) *counter() = epoch;
+    }
+};
+
+// The meetings of a block with the same block of every other rank, between which it reads and writes
+// their windows.  A meeting is an exchange of words without a value by the first thread.
+struct Meetings : Exchange {
+    DEVICE Meetings(const u64* table, u32 rank)
+        : Exchange(table, rank, EXCHANGE_BLOCKS + blockIdx.x,
+                   2 * (EXCHANGE_BLOCKS * EXCHANGE_THREADS + blockIdx.x)) {}
+    // The place in rank r's window of `p`, which points into this rank's window.
+    template <class T> DEVICE T* in_window(u32 r, T* p) const {
+        const long long distance = reinterpret_cast<long long>(p) - reinterpret_cast<long long>(own);
+        return reinterpret_cast<T*>(reinterpret_cast<long long>(windows[r]) + distance);
+    }
+    // Waits for the other ranks.  What their blocks wrote before, and the kernels before them, all threads
+    // of this block read behind it.  False once the word at `lost` is not 0.
+    DEVICE bool meet() {
+        __shared__ bool met;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u32 values[RANKS][2];
+            __threadfence_system();
+            met = gather(values, 0, 0, true);
+            __threadfence_system();
+        }
+        __syncthreads();
+        return met;
     }
 };
 

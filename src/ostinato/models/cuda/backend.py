@@ -36,6 +36,7 @@ from ostinato.models.cuda.library import (
     piece_rows,
 )
 from ostinato.models.cuda.lowering import (
+    CARRIED,
     CudaLaunch,
     Lowering,
     lower,
@@ -46,7 +47,7 @@ from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning, known_of
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes
-from ostinato.models.program import SAMPLED_ROWS, KernelCall
+from ostinato.models.program import SAMPLED_ROWS, SHARED_PARTIAL, KernelCall
 from ostinato.models.weights import WeightTarget
 
 if TYPE_CHECKING:
@@ -241,6 +242,14 @@ class CudaBackend:
     def carries_sums(self, model: DeviceModel, rows: int) -> bool:
         """True if our own products read rounded inputs, as they do in steps of several rows."""
         return not self._multiplies(model, rows) and self._tuning(model, rows).tiles
+
+    def shared_buffers(self, model: DeviceModel, rows: int) -> Buffers:
+        """Implements `Backend.shared_buffers`, for steps whose products a library computes."""
+        if not self._multiplies(model, rows):
+            return {}
+        residual = (rows, model.config.hidden), np.dtype(np.float32)
+        carried = rounded_buffers(model.config, rows)[CARRIED.name]
+        return {"x": residual, SHARED_PARTIAL.name: residual, CARRIED.name: carried}
 
     def bind(
         self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int

@@ -6,6 +6,7 @@
     output_residual   [output]                             added to the residual
     norm_gate_up      norm_rows   [gate_up]  silu_rows
     down_residual     [down]                               added to the residual
+    residual_of_ranks rows_of_ranks                        in place of the next norm_rows
 
 `[…]` is a product of the library, all others are our kernels (`kernels/pieces.cu`, `attention.cu`).
 Products read bfloat16 and write float32 (`product_out`), so the same values are rounded as in our
@@ -54,6 +55,7 @@ from ostinato.models.cuda.shapes import (
 from ostinato.models.layout import weight_shapes
 from ostinato.models.program import (
     ABSENT,
+    SHARED_PARTIAL,
     BufferArgument,
     CallArgument,
     KernelCall,
@@ -170,6 +172,8 @@ def lower_with_library(
             made.append(call)
             continue
         for one in lowering.lower(call):
+            if getattr(one, "kernel", "") == "norm_rows" and _norms(made[-1]):
+                continue
             # Programmatic only between two of our kernels: the library's do not support it, and the
             # kernels that unpack do not wait for their predecessor.
             early = tuning.programmatic and bool(made) and not _unpacks(one)
@@ -178,6 +182,12 @@ def lower_with_library(
                 one = replace(one, config=replace(one.config, programmatic=early))
             made.append(one)
     return tuple(made)
+
+
+def _norms(one: Lowered | BoundCall) -> bool:
+    """True for a sum over ranks that has normed the rows for the next product."""
+    summed = isinstance(one, kc.CudaLaunch) and one.kernel == "rows_of_ranks"
+    return summed and dict(one.arguments)["norm"] != ABSENT
 
 
 def _unpacks(one: Lowered | BoundCall) -> bool:
@@ -267,9 +277,11 @@ class LibraryLowering:
         return [one({**given, "out": kc.ROUNDED_IN})]
 
     def _output_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
-        c = self.config
-        product = MatrixProduct(self.rows, c.hidden, c.query_size, accumulate=True)
-        return self._product("output", product, given["weight"], kc.ROUNDED_IN, given["x"])
+        return self._added("output", self.config.query_size, kc.ROUNDED_IN, given)
+
+    def _residual_of_ranks(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
+        given |= {"next": kc.CARRIED, "epsilon": self.config.norm_epsilon}
+        return [self.own.shared_rows(given)]
 
     def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
         c = self.config
@@ -281,9 +293,15 @@ class LibraryLowering:
         return [self._norm(given), *called, gated]
 
     def _down_residual(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
-        c = self.config
-        product = MatrixProduct(self.rows, c.hidden, c.inner, accumulate=True)
-        return self._product("down", product, given["weight"], kc.ROUNDED_INNER, given["x"])
+        return self._added("down", self.config.inner, kc.ROUNDED_INNER, given)
+
+    def _added(
+        self, name: str, inputs: int, rounded: BufferArgument, given: _Arguments
+    ) -> list[Lowered]:
+        """Returns a product that is added to what is there, unless `rows_of_ranks` adds it."""
+        adds = given["x"] != SHARED_PARTIAL
+        product = MatrixProduct(self.rows, self.config.hidden, inputs, accumulate=adds)
+        return self._product(name, product, given["weight"], rounded, given["x"])
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
         """Returns a launch with blocks of 3 or 4 warps.  A warp has 32 rows of a query head if the

@@ -144,6 +144,8 @@ SIGNATURES: dict[str, str] = {
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
     CARRYING_SUM: f"{_LIVE}x: *f32, partial: *f32, norm: *const f32, next: *out bf16, "
     "squares: *u64, windows: *u64, half: u32, row_count: u32, hidden: u32, rank: u32",
+    "rows_of_ranks": f"{_LIVE}x: *f32, partial: *const f32, norm: *const f32, next: *bf16, "
+    "windows: *u64, row_count: u32, hidden: u32, rank: u32, epsilon: f32",
 }
 """Parameters of the CUDA kernels: those of the host's kernels, with matrices and cache in bfloat16.
 Products of layers also have `later`, the weights that they prefetch; `sample` and `accept` also
@@ -333,6 +335,15 @@ def _source(
     return source_of(name, signatures, exchange_headers())
 
 
+def exchange_macros(given: Mapping[str, CallArgument]) -> dict[str, object]:
+    """Returns the macros of exchange.cuh for a sum over ranks, from the call's arguments."""
+    from ostinato.distributed.exchange import THREADS
+
+    names = ("words", "header", "blocks", "scattered")
+    found: dict[str, object] = {f"EXCHANGE_{name.upper()}": given[name] for name in names}
+    return found | {"RANKS": given["ranks"], "EXCHANGE_THREADS": THREADS}
+
+
 def source_of(
     name: str, signatures: Mapping[str, str], more: Mapping[str, str] | None = None
 ) -> Source:
@@ -484,13 +495,8 @@ class Lowering:
             if block is not None:
                 found["RESIDUAL_PARTS"] = block.units(c)
         elif kernel == CARRYING_SUM:
-            from ostinato.distributed.exchange import THREADS
-
             found = {k: v for k, v in shape.items() if k != "ROWS"}  # all steps share the kernel
-            found |= {"RANKS": given["ranks"], "EXCHANGE_THREADS": THREADS}
-            found |= {
-                f"EXCHANGE_{name.upper()}": given[name] for name in ("words", "header", "scattered")
-            }
+            found |= exchange_macros(given)
         elif kernel == "attention":
             found = some("HEADS", "KV_HEADS", "HEAD_SIZE", "ROWS", "WINDOWED", "PANELS")
             found |= fields("ATTENTION", self.tuning.attention)
@@ -661,16 +667,32 @@ class Lowering:
     ) -> CudaLaunch:
         """Returns a launch of a kernel in pieces.cu."""
         names = parameter_names(PIECE_SIGNATURES[kernel])
-        # The macros of linear.cuh without the number of rows: all steps share the kernels.
-        macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
-        macros |= {"NORM_THREADS": self._norm_threads, "ROW_THREADS": ROW_THREADS}
         return CudaLaunch(
             kernel,
             _pieces(),
-            CompileOptions(defines=tuple((k, str(v)) for k, v in macros.items())),
+            self._piece_options({"ROW_THREADS": ROW_THREADS}),
             LaunchConfig(grid, threads, programmatic=self.tuning.programmatic),
             tuple((name, given[name]) for name in names),
         )
+
+    def shared_rows(self, given: Mapping[str, CallArgument]) -> CudaLaunch:
+        """Returns a launch of rows_of_ranks.cu; `given`: see `sharding.carrying_sums`."""
+        ranks, grid = given["ranks"], given["grid"]
+        assert isinstance(ranks, int) and isinstance(grid, int)
+        kernel = "rows_of_ranks"
+        return CudaLaunch(
+            kernel,
+            _source(kernel, of_ranks=True),
+            self._piece_options(exchange_macros(given)),
+            LaunchConfig(min(grid, -(-self.rows // ranks)), self._norm_threads),
+            tuple((name, given[name]) for name in parameter_names(SIGNATURES[kernel])),
+        )
+
+    def _piece_options(self, more: Mapping[str, object]) -> CompileOptions:
+        """The macros of linear.cuh without the number of rows: all steps share the kernels."""
+        macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
+        macros |= {"NORM_THREADS": self._norm_threads, **more}
+        return CompileOptions(defines=tuple((k, str(v)) for k, v in macros.items()))
 
     @property
     def _norm_threads(self) -> int:
@@ -755,8 +777,8 @@ class Lowering:
         elif kernel == CARRYING_SUM:
             from ostinato.distributed.exchange import THREADS
 
-            assert given is not None and isinstance(given["blocks"], int)
-            grid, threads = (given["blocks"], 1, 1), THREADS
+            assert given is not None and isinstance(given["grid"], int)
+            grid, threads = (given["grid"], 1, 1), THREADS
         elif kernel == "continue_loop":
             grid, threads = (1, 1, 1), MAX_ROWS
         else:

@@ -13,62 +13,36 @@
 //
 // Padding rows are set to zero if a product reads them.  They may hold arbitrary data before, and a NaN in
 // them would make a check of the memory report rows that no kernel uses.
-#include "linear.cuh"
+#include "norm.cuh"
 
-static_assert(HIDDEN % 8 == 0 && INNER % 8 == 0 && HEAD_SIZE % 8 == 0, "16 bytes at a time");
+static_assert(INNER % 8 == 0 && HEAD_SIZE % 8 == 0, "16 bytes at a time");
 
 // out = x / rms(x) * norm, in bfloat16.  With `squares`, out = x * norm, and the sum of squares is stored for the
 // product that reads `out` and applies the scale.  A block computes a row, which it keeps in registers.
 KERNEL __launch_bounds__(NORM_THREADS)
     norm_rows(const int* live, const float* x, const float* norm, bf16* out, u64* squares, u32 half,
               u32 row_count, u32 hidden, float epsilon) {
-    constexpr int CHUNKS = HIDDEN / 8, EACH = ceil_div(CHUNKS, NORM_THREADS);
-    constexpr int WARPS = NORM_THREADS / 32;
-    __shared__ float warp_squares[WARPS];
-    const int index = blockIdx.x, thread = threadIdx.x;
+    __shared__ float warp_squares[NORM_THREADS / 32];
+    const int index = blockIdx.x;
     start_next_at<AT_START>();
     wait_for_previous();
     start_next_at<AFTER_WAIT>();
     const bool active = load_row(live, index).flags & ACTIVE;
-    const float4* const from = reinterpret_cast<const float4*>(x + index * HIDDEN);
-    float4 u[EACH], v[EACH];
-    float square = 0.0f;
+    NormedRow row;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int chunk = i * NORM_THREADS + thread;
-        const bool there = active && chunk < CHUNKS;
-        u[i] = there ? load_fresh(from + 2 * chunk) : make_float4(0, 0, 0, 0);
-        v[i] = there ? load_fresh(from + 2 * chunk + 1) : make_float4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        square += u[i].x * u[i].x + u[i].y * u[i].y + u[i].z * u[i].z + u[i].w * u[i].w;
-        square += v[i].x * v[i].x + v[i].y * v[i].y + v[i].z * v[i].z + v[i].w * v[i].w;
-    }
-    square = sum_lanes<32>(square);
-    if (thread % 32 == 0) warp_squares[thread / 32] = square;
-    __syncthreads();
-    float total = 0.0f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += warp_squares[warp];
-    if (squares != nullptr && thread == 0) {
+    for (int i = 0; i < row.EACH; i++) row.load(i, active ? x + index * HIDDEN : nullptr);
+    const float total = row.squares(warp_squares);
+    if (squares != nullptr && threadIdx.x == 0) {
         u64* const to = squares_of(squares, half, row_count, index);
         clear_square(to);
         add_square(to, total);
     }
-    const float scale = squares != nullptr ? 1.0f : rsqrtf(total * (1.0f / HIDDEN) + epsilon);
+    const float scale = squares != nullptr ? 1.0f : row.scale(total, epsilon);
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        const int chunk = i * NORM_THREADS + thread;
-        if (chunk >= CHUNKS) break;
-        const float4* const weights = reinterpret_cast<const float4*>(norm) + 2 * chunk;
-        const float4 p = load_norm(weights), q = load_norm(weights + 1);
-        reinterpret_cast<uint4*>(out)[rounded_at(row_count, HIDDEN, index, chunk)] =
-            pack_eight(make_float4(u[i].x * scale * p.x, u[i].y * scale * p.y, u[i].z * scale * p.z,
-                                   u[i].w * scale * p.w),
-                       make_float4(v[i].x * scale * q.x, v[i].y * scale * q.y, v[i].z * scale * q.z,
-                                   v[i].w * scale * q.w));
-    }
+    for (int i = 0; i < row.EACH; i++)
+        if (row.has(i))
+            reinterpret_cast<uint4*>(out)[rounded_at(row_count, HIDDEN, index, row.chunk(i))] =
+                row.scaled(i, scale, norm);
 }
 
 // out = silu(gate) * up, in bfloat16; `sums` is [rows, gate and up].  A thread computes eight values;
