@@ -63,8 +63,6 @@ _BLOCK = 2 * THREADS
 _FOLDER = Path(__file__).parent / "kernels"
 _BLOCKS_PER_PROCESSOR = 4
 """Blocks of 128 threads: few enough to be resident on any GPU beside other work."""
-_MEETING_PER_PROCESSOR = 2
-"""Blocks of up to 512 threads, of kernels whose blocks meet."""
 _MOST_RANKS = 16
 _TOTAL = 512 << 10
 LARGEST_SUM = 1 << 20
@@ -212,7 +210,7 @@ class ExchangeCollectives(Collectives):
         self.limit = min(limit, most * size)
         blocks = -(-max(self._whole, 4) // (4 * _BLOCK))
         blocks = max(blocks, -(-self.limit // (4 * _BLOCK * size)))
-        self.layout = Layout(size, blocks, _MEETING_PER_PROCESSOR * processors, room)
+        self.layout = Layout(size, blocks, processors, room)
         self._made: dict[tuple[object, ...], tuple[Operation, ...]] = {}
         self._opened: dict[int, int] = {}
         self._window: Buffer | None = None

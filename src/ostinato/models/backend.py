@@ -132,9 +132,13 @@ class Backend(Protocol):
         """True if `bind` accepts the sums of `sharding.carrying_sums` for such steps."""
         return False
 
-    def shared_buffers(self, model: DeviceModel, rows: int) -> Buffers:
-        """Returns shapes and dtypes, by name, of the buffers through which ranks share the sums of
-        such steps if they reach each other's memory; none if each rank computes all sums."""
+    def shares_sums(self, model: DeviceModel, rows: int) -> bool:
+        """True if `bind` accepts the shared sums of `sharding.carrying_sums` for such steps."""
+        return False
+
+    def shared_buffers(self, model: DeviceModel, rows: int, ranks: int) -> Buffers:
+        """Returns shapes and dtypes, by name, of the buffers that other ranks write where sums are
+        shared, in steps of up to `rows` rows."""
         return {}
 
     def bind(

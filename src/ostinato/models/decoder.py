@@ -264,10 +264,12 @@ class Decoder(Closeable):
                 if group is not None and sharding is not None:
                     from ostinato.models.ranks import Ranks
 
-                    more |= shard_buffers(sharding, sizes.rows, sizes.sequences)
-                    shared = self.backend.shared_buffers(here, sizes.rows)
+                    shared = self.backend.shared_buffers(here, sizes.rows, sharding.size)
                     self._ranks = Ranks(group, sharding, device, collectives, shared)
                     made.callback(self._ranks.close)
+                    # Larger steps have their partial sums in the shared memory.
+                    summed = sampled if self._ranks.shared else sizes.rows
+                    more |= shard_buffers(sharding, sizes.rows, summed, sizes.sequences)
                 self.plan = BufferPlan.allocate(
                     device,
                     self.weights,

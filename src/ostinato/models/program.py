@@ -193,7 +193,7 @@ class BufferArgument:
 
 
 SHARED_PARTIAL = BufferArgument("shared_partial")
-"""A rank's partial sums in memory that the other ranks read."""
+"""A rank's partial sums, which are not added to what is there before."""
 
 CallArgument: TypeAlias = BufferArgument | str | int | float
 """An argument of a call: a buffer; the name of a size of the step ("rows", "sequences", "context",

@@ -338,8 +338,8 @@ def carrying_sums(
     shared: bool = False,
 ) -> tuple[KernelCall, ...]:
     """Returns a rank's program in which each `accumulate` is a kernel that also writes the inputs
-    of the next product, as `exchanged` says.  `shared`: the partial sums are in memory that the
-    other ranks read, and are not cleared."""
+    of the next product, as `exchanged` says.  `shared`: each rank adds the sums of a share of the
+    rows, and the partial sums are not cleared."""
     calls: list[KernelCall] = []
     for call, after in zip(program, [*program[1:], None], strict=True):
         if call.kernel == "accumulate":
@@ -370,13 +370,14 @@ def carrying_sums(
     return tuple(calls)
 
 
-def shard_buffers(sharding: Sharding, rows: int, sequences: int) -> Buffers:
+def shard_buffers(sharding: Sharding, rows: int, summed: int, sequences: int) -> Buffers:
     """Returns shapes and dtypes of the buffers that a rank's program needs besides, or instead of,
-    those that `Sharding.part` would need on one device."""
+    those that `Sharding.part` would need on one device.  `summed`: the most rows of a step whose
+    partial sums are in `partial`."""
     f32, u64 = np.dtype(np.float32), np.dtype(np.uint64)
     whole = sharding.whole
     return {
-        "partial": ((rows, whole.hidden), f32),
+        "partial": ((summed, whole.hidden), f32),
         "logits_part": ((sequences, sharding.part.vocabulary), f32),
         "logits": ((sequences, whole.vocabulary), f32),
         "key_parts": ((rows, 1), u64),

@@ -298,7 +298,7 @@ class StepGraphs:
             rows,
             by_products=by_products,
             carried=self._backend.carries_sums(self._model, rows),
-            shared=bool(self._backend.shared_buffers(self._model, rows)),
+            shared=self._backend.shares_sums(self._model, rows),
         )
         return self._backend.bind(calls, self._model, rows)
 

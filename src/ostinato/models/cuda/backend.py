@@ -27,6 +27,7 @@ from ostinato.models.cuda import shapes
 from ostinato.models.cuda.bricks import FORMAT_OF, Formats, formats_of, pays
 from ostinato.models.cuda.dequantise import convert_on_device
 from ostinato.models.cuda.library import (
+    ARRIVED,
     LibraryLowering,
     Lowered,
     ProductCall,
@@ -47,7 +48,7 @@ from ostinato.models.cuda.shapes import Tuning
 from ostinato.models.cuda.tunings import choose_tuning, known_of
 from ostinato.models.files.checkpoint import Checkpoint, StoredCheckpoint
 from ostinato.models.layout import device_shapes
-from ostinato.models.program import SAMPLED_ROWS, SHARED_PARTIAL, KernelCall
+from ostinato.models.program import SAMPLED_ROWS, KernelCall
 from ostinato.models.weights import WeightTarget
 
 if TYPE_CHECKING:
@@ -243,13 +244,19 @@ class CudaBackend:
         """True if our own products read rounded inputs, as they do in steps of several rows."""
         return not self._multiplies(model, rows) and self._tuning(model, rows).tiles
 
-    def shared_buffers(self, model: DeviceModel, rows: int) -> Buffers:
-        """Implements `Backend.shared_buffers`, for steps whose products a library computes."""
+    def shares_sums(self, model: DeviceModel, rows: int) -> bool:
+        """True if the library computes the products."""
+        return self._multiplies(model, rows)
+
+    def shared_buffers(self, model: DeviceModel, rows: int, ranks: int) -> Buffers:
         if not self._multiplies(model, rows):
             return {}
-        residual = (rows, model.config.hidden), np.dtype(np.float32)
-        carried = rounded_buffers(model.config, rows)[CARRIED.name]
-        return {"x": residual, SHARED_PARTIAL.name: residual, CARRIED.name: carried}
+        f32, hidden = np.dtype(np.float32), model.config.hidden
+        return {
+            "x": ((rows, hidden), f32),
+            ARRIVED.name: ((ranks, -(-rows // ranks), hidden), f32),
+            CARRIED.name: rounded_buffers(model.config, rows)[CARRIED.name],
+        }
 
     def bind(
         self, program: Sequence[KernelCall | BoundCall], model: DeviceModel, rows: int

@@ -77,6 +77,8 @@ UNPACK_SIGNATURE = "bricks: *const u8, out: *bf16, offset: u64, columns: u32, fi
 
 _OUT, _WORKSPACE = BufferArgument("product_out"), BufferArgument("product_workspace")
 _UNPACKED = BufferArgument("unpacked")
+ARRIVED = BufferArgument("arrived")
+"""Other ranks' partial sums of this rank's rows, [ranks, rows of a share, hidden]."""
 _UNPACK_THREADS = 256
 _GATED_BYTES = 128 << 20
 _MAP_BYTES = 128  # what a block of warpgroup_attention.cu has in the workspace
@@ -108,7 +110,7 @@ def library_buffers(
     """Returns shapes and dtypes of the buffers that steps with a library, of up to `rows` rows,
     need besides a plan's buffers and `lowering.rounded_buffers`."""
     c = config
-    width = max(c.query_size + 2 * c.kv_size, 2 * c.inner)
+    width = max(c.query_size + 2 * c.kv_size, 2 * c.inner, c.hidden)
     found: Buffers = {
         "product_out": ((rows, width), np.dtype(np.float32)),
         "product_workspace": ((workspace,), np.dtype(np.uint8)),
@@ -186,8 +188,9 @@ def lower_with_library(
 
 def _norms(one: Lowered | BoundCall) -> bool:
     """True for a sum over ranks that has normed the rows for the next product."""
-    summed = isinstance(one, kc.CudaLaunch) and one.kernel == "rows_of_ranks"
-    return summed and dict(one.arguments)["norm"] != ABSENT
+    if not isinstance(one, kc.CudaLaunch) or one.kernel != "rows_of_ranks":
+        return False
+    return dict(one.arguments)["norm"] != ABSENT
 
 
 def _unpacks(one: Lowered | BoundCall) -> bool:
@@ -280,7 +283,8 @@ class LibraryLowering:
         return self._added("output", self.config.query_size, kc.ROUNDED_IN, given)
 
     def _residual_of_ranks(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
-        given |= {"next": kc.CARRIED, "epsilon": self.config.norm_epsilon}
+        given |= {"partial": _OUT, "arrived": ARRIVED, "next": kc.CARRIED}
+        given["epsilon"] = self.config.norm_epsilon
         return [self.own.shared_rows(given)]
 
     def _norm_gate_up(self, _: KernelCall, given: _Arguments) -> list[Lowered]:
@@ -301,7 +305,7 @@ class LibraryLowering:
         """Returns a product that is added to what is there, unless `rows_of_ranks` adds it."""
         adds = given["x"] != SHARED_PARTIAL
         product = MatrixProduct(self.rows, self.config.hidden, inputs, accumulate=adds)
-        return self._product(name, product, given["weight"], rounded, given["x"])
+        return self._product(name, product, given["weight"], rounded, given["x"] if adds else _OUT)
 
     def _piece_attention(self, given: _Arguments) -> kc.CudaLaunch:
         """Returns a launch with blocks of 3 or 4 warps.  A warp has 32 rows of a query head if the

@@ -144,8 +144,8 @@ SIGNATURES: dict[str, str] = {
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
     CARRYING_SUM: f"{_LIVE}x: *f32, partial: *f32, norm: *const f32, next: *out bf16, "
     "squares: *u64, windows: *u64, half: u32, row_count: u32, hidden: u32, rank: u32",
-    "rows_of_ranks": f"{_LIVE}x: *f32, partial: *const f32, norm: *const f32, next: *bf16, "
-    "windows: *u64, row_count: u32, hidden: u32, rank: u32, epsilon: f32",
+    "rows_of_ranks": f"{_LIVE}x: *f32, partial: *const f32, arrived: *f32, norm: *const f32, "
+    "next: *bf16, windows: *u64, row_count: u32, hidden: u32, rank: u32, epsilon: f32",
 }
 """Parameters of the CUDA kernels: those of the host's kernels, with matrices and cache in bfloat16.
 Products of layers also have `later`, the weights that they prefetch; `sample` and `accept` also

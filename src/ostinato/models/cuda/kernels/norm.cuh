@@ -12,12 +12,24 @@ struct NormedRow {
 
     DEVICE static int chunk(int i) { return i * NORM_THREADS + static_cast<int>(threadIdx.x); }
     DEVICE static bool has(int i) { return chunk(i) < CHUNKS; }
-    // Loads chunk i of the row at `from`; zeros if it is null.
-    DEVICE void load(int i, const float* from) {
-        const float4* const at = reinterpret_cast<const float4*>(from) + 2 * chunk(i);
-        const bool there = from != nullptr && has(i);
-        u[i] = there ? load_fresh(at) : make_float4(0, 0, 0, 0);
-        v[i] = there ? load_fresh(at + 1) : make_float4(0, 0, 0, 0);
+    // Zeros if `from` is null.
+    DEVICE void load(const float* from) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const float4* const at = reinterpret_cast<const float4*>(from) + 2 * chunk(i);
+            const bool there = from != nullptr && has(i);
+            u[i] = there ? load_fresh(at) : make_float4(0, 0, 0, 0);
+            v[i] = there ? load_fresh(at + 1) : make_float4(0, 0, 0, 0);
+        }
+    }
+    DEVICE void store(float* to) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (!has(i)) continue;
+            float4* const at = reinterpret_cast<float4*>(to) + 2 * chunk(i);
+            at[0] = u[i];
+            at[1] = v[i];
+        }
     }
     // The sum of squares of the row; called by all threads of the block.
     DEVICE float squares(float* warp_squares) const {

@@ -29,8 +29,7 @@ KERNEL __launch_bounds__(NORM_THREADS)
     start_next_at<AFTER_WAIT>();
     const bool active = load_row(live, index).flags & ACTIVE;
     NormedRow row;
-#pragma unroll
-    for (int i = 0; i < row.EACH; i++) row.load(i, active ? x + index * HIDDEN : nullptr);
+    row.load(active ? x + index * HIDDEN : nullptr);
     const float total = row.squares(warp_squares);
     if (squares != nullptr && threadIdx.x == 0) {
         u64* const to = squares_of(squares, half, row_count, index);
