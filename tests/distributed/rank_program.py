@@ -8,7 +8,8 @@ RECIPE: packed weights of `random_weights.RECIPES`, on CUDA.
 
 FAULT: "", or "kill|stop|raise|key|build" and "start|prompt|between|loop"; "key" is another call or
 setting than the other ranks', "build" another version's code.  Prints a line of JSON: the tokens,
-and for each step that gave logits how far the best was from the next, and the logits' digest.
+and for each step that gave logits how far the best was from the next, and the logits' digest.  Then
+the token after a prompt that is read in one step of many rows.
 """
 
 from __future__ import annotations
@@ -69,18 +70,22 @@ def main(kind: str, deadline: str, fault: str) -> None:
                 else model.checkpoint(),
                 stop_tokens=(),
                 group=group,
-                max_rows=8,
+                max_rows=512,
                 sequences=sequences,
                 threads=1,
             )
         )
         length = 21 if here("prompt") else 20
         tokens, margins, digests = [decoder.prefill(model.tokens(length))], [], []
-        for _ in range(16):
+
+        def look() -> None:
             logits = decoder.logits()
             best = np.sort(logits)[-2:]
             margins.append(float(best[1] - best[0]) / float(logits.std()))
             digests.append(hashlib.sha256(logits.tobytes()).hexdigest()[:16])
+
+        for _ in range(16):
+            look()
             tokens.append(decoder.decode())
         per_launch = 1 if what == "plain" else 2 if here("between") else 4
         for token in decoder.run(count=24, tokens_per_launch=per_launch):
@@ -89,8 +94,11 @@ def main(kind: str, deadline: str, fault: str) -> None:
                 break
         for token in decoder.run(count=6, tokens_per_launch=1 if what == "plain" else 3):
             tokens.append(token)
+        decoder.reset()
+        last = decoder.prefill(model.tokens(300))
+        look()
         numbers = decoder.statistics()
-        found = {"tokens": tokens, "margins": margins, "digests": digests}
+        found = {"tokens": tokens, "last": last, "margins": margins, "digests": digests}
         found["weights"] = numbers.weights
         found["eager"] = [*numbers.quarantined.values(), *numbers.one_by_one]
         print(json.dumps(found))
