@@ -395,11 +395,32 @@ def test_ways_are_asked_for_alike_on_all_ranks(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 16])
 @pytest.mark.parametrize("blocks", [1, 2, 73, 512])
 def test_parts_of_a_window_do_not_overlap(ranks: int, blocks: int) -> None:
-    layout = Layout(ranks, blocks)
-    assert layout.mark(0) >= 4 * blocks
+    layout = Layout(ranks, blocks, 132, 1000)
+    assert layout.mark(0) >= 4 * (blocks + 132)
     assert layout.mark(ranks - 1) + 4 <= 8 * layout.header
     assert layout.header % 16 == 0  # 128 bytes
-    assert layout.nbytes >= 8 * (layout.header + 2 * ranks * layout.words)
+    assert layout.sums >= 8 * (layout.header + 2 * ranks * layout.words)
+    assert layout.shared >= layout.sums + 8 * layout.sums_words
+    assert layout.nbytes >= layout.shared + 1000
+
+
+def test_ranks_have_a_room_if_all_ask_for_the_same() -> None:
+    """At one place of all windows, which other ranks reach; none where sizes differ."""
+
+    def work(group: Group, more: int) -> tuple[int, bool]:
+        with ost.open_device("host") as device:
+            made = open_collectives(group, device, "exchange", room=1000 + more * group.rank)
+            assert (made.room is None) == (made.shared_sum() is None)
+            if made.room is None:
+                return 0, False
+            place = made.room.address - made.windows.array[group.rank]  # type: ignore[union-attr]
+            return int(place), made.room.nbytes == 1000
+
+    with local_groups(3, deadline=60) as groups:
+        found = groups.run(work, 0)
+        assert len(set(found)) == 1 and found[0][1]  # type: ignore[index]
+    with local_groups(3, deadline=60) as groups:
+        assert groups.run(work, 1) == [(0, False)] * 3
 
 
 def test_a_sum_is_computed_in_parts_where_that_sends_fewer_bytes() -> None:

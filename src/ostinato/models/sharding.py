@@ -180,6 +180,7 @@ class _ShardedValues(Checkpoint):
         self._whole = whole
         self.has_file = whole.has_file
         self._sharding = sharding
+        self._memory = np.empty(0, np.uint8)  # kept: to touch new pages takes longer than to cut
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Implements `Checkpoint.shapes`."""
@@ -194,7 +195,10 @@ class _ShardedValues(Checkpoint):
             if cut.axis is None:
                 self._whole.load({source: out}, threads=threads)
                 continue
-            values = np.empty(shapes[source], out.dtype)
+            nbytes = math.prod(shapes[source]) * out.itemsize
+            if self._memory.size < nbytes:
+                self._memory = np.empty(nbytes, np.uint8)
+            values = self._memory[:nbytes].view(out.dtype).reshape(shapes[source])
             self._whole.load({source: values}, threads=threads)
             out[...] = cut.of(values)
 
