@@ -58,21 +58,14 @@ DEVICE void sum(const float* values, const float* target, float* out, float* cle
     wait_for_previous();
     start_next();
     float sums[pairs.COUNT][2] = {}, before[pairs.COUNT][2] = {};
-    auto for_each = [&](auto work) {
-#pragma unroll
-        for (u32 p = 0; p < pairs.COUNT; p++)
-#pragma unroll
-            for (u32 i = 0; i < 2; i++)
-                if (i < pairs.wanted(p)) work(sums[p][i], before[p][i], pairs.at(p) + i);
-    };
-    for_each([&](float& sum, float& old, u32 at) {
-        sum = load_fresh(values + at);
-        if (target != nullptr) old = load_fresh(target + at);
+    pairs.for_each([&](u32 p, u32 i, u32 at) {
+        sums[p][i] = load_fresh(values + at);
+        if (target != nullptr) before[p][i] = load_fresh(target + at);
     });
     exchange.begin();
     pairs.sum(exchange, sums);
-    for_each([&](float& sum, float& old, u32 at) {
-        out[at] = target != nullptr ? __fadd_rn(old, sum) : sum;
+    pairs.for_each([&](u32 p, u32 i, u32 at) {
+        out[at] = target != nullptr ? __fadd_rn(before[p][i], sums[p][i]) : sums[p][i];
         if (cleared != nullptr) cleared[at] = 0.0f;
     });
     exchange.end();

@@ -124,6 +124,14 @@ template <bool SCATTERED> struct ExchangedPairs {
     }
     // How many values of the pair are among the first `count`.
     DEVICE u32 wanted(u32 p) const { return at(p) < count ? min(count - at(p), 2u) : 0; }
+    // Calls `work` with pair, number in the pair, and place, of each value that is wanted.
+    template <class F> DEVICE void for_each(const F& work) const {
+#pragma unroll
+        for (u32 p = 0; p < COUNT; p++)
+#pragma unroll
+            for (u32 i = 0; i < 2; i++)
+                if (i < wanted(p)) work(p, i, at(p) + i);
+    }
 
     DEVICE void sum(Exchange& exchange, float (&pairs)[COUNT][2]) const {
         if constexpr (SCATTERED)
