@@ -305,23 +305,30 @@ def test_ranks_that_share_rows_have_the_bits_of_sums_apart(
     assert found[0] == found[1]
 
 
-def test_a_lost_rank_ends_the_waits_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_lost_rank_ends_the_waits_of_kernels(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Of products that add sums over ranks, and of sums whose rows ranks share."""
     config = llama(4, 2, 16, inner=64, vocabulary=32, layers=1)
-    emulated_ranks(monkeypatch)
+    (emulated_ranks if count == 1 else ranks_with_a_library)(monkeypatch)
 
     def work(group: Group) -> None:
         with (
             ost.open_device("host") as device,
             Decoder(
-                device, random_checkpoint(config), group=group, collectives="exchange", **OPTIONS
+                device, random_checkpoint(config), group=group, collectives="exchange",
+                **OPTIONS | {"max_rows": 32},
             ) as decoder,
-        ):
+        ):  # fmt: skip
             decoder.prefill([1])
             decoder.decode()
             if group.rank == 1:
                 raise ValueError("broken")
             for _ in range(30):
-                decoder.decode()
+                if count == 1:
+                    decoder.decode()
+                else:
+                    decoder.reset()
+                    decoder.prefill([1] * count)
 
     begin = time.monotonic()
     with local_groups(2, deadline=300) as groups:
