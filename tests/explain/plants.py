@@ -16,6 +16,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.device import Device
+from ostinato.driver.api import PROGRAMMATIC
 from ostinato.errors import ContextPoisonedError, NotReadyError
 
 N = 256
@@ -23,13 +24,20 @@ CUDA = r"""
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
     cudaGraphConditionalHandle handle, unsigned value);
 
-extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }
-extern "C" __global__ void touch(float* x, unsigned long long at) { x[at] = 1.0f; }
+// As a kernel that starts early: it lets the next one start, and waits for the one before.
+extern "C" __device__ void early() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+}
+extern "C" __global__ void twice(float* x) { early(); x[threadIdx.x] *= 2.0f; }
+extern "C" __global__ void touch(float* x, unsigned long long at) { early(); x[at] = 1.0f; }
 // It reads where its grid leads: written there, it could destroy the marks of the black box.
 extern "C" __global__ void fold(float* x) {
     x[threadIdx.x] = x[blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x];
 }
 extern "C" __global__ void trap(unsigned* count, unsigned turn) {
+    early();
     if (++*count == turn) __trap();
 }
 extern "C" __global__ void again(
@@ -136,6 +144,15 @@ def chain(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...], after: Any = (
     return graph.add_copy(ground.y, ground.x, after=[third])
 
 
+def early(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...]) -> None:
+    """Kernels that may start before the one before them ends; the bad node is number 1."""
+    after: list[ost.Node] = []
+    for name, config, args in (("twice", ROW, (ground.x,)), bad, *2 * [("twice", ROW, (ground.y,))]):
+        made = ost.prepare(ground.kernel(name), config, *args)
+        data = [PROGRAMMATIC] * len(after)
+        after = [graph.add(made.params, after=after, edge_data=data, operation=made)]
+
+
 def fork(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...]) -> None:
     """The bad node, number 1, and node 2 can run at once."""
     name, config, args = bad
@@ -194,6 +211,7 @@ PLANTS = {
     **{f"{bad}-fork": Plant(bad, fork, ("1", "2")) for bad in ("beyond", "trap")},
     **{f"{bad}-child": Plant(bad, child, ("1/0/1",)) for bad in ("null", "trap")},
     **{f"{bad}-body": Plant(bad, body, ("1/0/1",)) for bad in ("beyond", "misaligned")},
+    **{f"{bad}-early": Plant(bad, early, ("1",)) for bad in ("beyond", "null", "trap")},
     "third-turn-loop": Plant("third", loop, ("1/0/1",)),
     "stale-chain": Plant("freed", chain, ("1",), stale=True),
     "trap-adopted": Plant("trap", chain, ("1",), adopted=True),
