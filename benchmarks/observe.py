@@ -2,16 +2,20 @@
 
     python -m benchmarks.observe [--programs generate,vision] [--out DIR] [--device cuda:0]
 
-Each program of `observe_programs.py` runs in three processes: without the line, with it, and
-without it once more.  All three are on the GPU at once and work by turns, so that clocks and other
-load change for all of them; a turn is the median of its steps, with a wait for the GPU after each.
-Two equal processes differ by more than the line costs (`control`: the two without it), so the
-process with the line also times steps while the observation is closed and while it is open, ten by
-ten, on the same executables: `times` is the ratio of their medians, as the median of several.
-`processes` is the process with the line by that without it.
+Each program of `observe_programs.py` runs in two processes, without the line and with it.  Two
+equal processes differ by more than the line costs, so times are of the one with the line alone,
+which closes and opens the observation by turns, between blocks of some steps with a wait for the
+GPU after each.  `slower_percent` is the median, over all open blocks, of the times of one by the
+mean of the closed ones before and behind it; `least` and `most` are the ends of its interval of
+95 %.  `closed_percent` is the same of closed blocks beside closed ones, `closed_least` and
+`closed_most` with it: what the measurement says of no difference at all.
 
-`answers`: every array of the fifth step has the same bits in the three.  `listed` are the graphs
-that `observed()` knows, of those that were `captured`.  `capture_end_ms` is the time of torch's
+`replay_us` is the host's time of one call of `replay` while the observation is closed, and
+`observed_replay_us` while it is open; `computed_percent` is their difference for the `replays` of
+a step, by `step_us`.
+
+`answers`: every array of the fifth step has the same bits in both.  `listed` are the graphs that
+`observed()` knows, of those that were `captured`.  `capture_end_ms` is the time of torch's
 `capture_end`, in which a graph is instantiated, of all captures; `observed_…` with `keep_graph` by
 the observer.
 
@@ -21,6 +25,7 @@ Without torch and a GPU nothing is measured.  The last line is one JSON object.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -43,10 +48,10 @@ PROGRAMS = (
     "vision model",
     "Triton kernel",
 )
-WAYS = ("plain", "observed", "again")
-MOST = 1.005
-"""The most times of a step without the line that was asked for."""
-_TURNS, _TURN_SECONDS = 7, 0.15
+WAYS = ("plain", "observed")
+MOST = 0.5
+"""The most percent by which a step may be slower."""
+_SECONDS, _QUICK_SECONDS = 7, 1
 
 
 class Program:
@@ -89,38 +94,44 @@ def running(name: str, observed: bool, log: Path, env: Mapping[str, str]) -> Ite
         program.process.communicate()
 
 
-def measure(ways: Mapping[str, Program], turns: int) -> dict[str, Any]:
+def measure(ways: Mapping[str, Program], seconds: float) -> dict[str, Any]:
     """Returns the row of a program, whose processes have said that they are ready."""
-    plain = ways["plain"]
-    steps = max(4, min(2000, int(_TURN_SECONDS * 1e6 / plain.ask("turn", 20)["us"])))
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    pairs = []
-    for turn in range(turns):
-        for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
-            found[way].append(ways[way].ask("turn", steps)["us"])
-        pairs.append(ways["observed"].ask("pairs", 2 * steps))
-
-    def times(way: str) -> float:
-        ratios = [one / other for one, other in zip(found[way], found["plain"], strict=True)]
-        return round(statistics.median(ratios), 4)
-
-    answers = {way: program.ask("answers") for way, program in ways.items()}
-    digests = [answer["digests"] for answer in answers.values()]
-    observed = answers["observed"]
+    plain, observed = (ways[way].ask("answers") for way in WAYS)
+    cost = ways["observed"].ask("cost", seconds)
+    closed, opened = cost["closed_us"], cost["open_us"]
+    step = statistics.median(closed)
+    added = cost["replays"] * (cost["observed_replay_us"] - cost["replay_us"])
     return {
-        "step_us": round(statistics.median(p["closed_us"] for p in pairs), 2),
-        "observed_us": round(statistics.median(p["us"] for p in pairs), 2),
-        "times": round(statistics.median(p["us"] / p["closed_us"] for p in pairs), 4),
-        "processes": times("observed"),
-        "control": times("again"),
-        "arrays": len(digests[0]),
-        "answers": "equal" if digests.count(digests[0]) == len(digests) else "different",
+        "step_us": round(step, 2),
+        **_slower("slower_percent", "least", "most", opened, closed),
+        **_slower("closed_percent", "closed_least", "closed_most", closed[1::2], closed[::2]),
+        "replays": cost["replays"],
+        "replay_us": cost["replay_us"],
+        "observed_replay_us": cost["observed_replay_us"],
+        "computed_percent": round(100 * added / step, 3),
+        "arrays": len(plain["digests"]),
+        "answers": "equal" if plain["digests"] == observed["digests"] else "different",
         "captured": observed["captured"],
         "listed": len(observed["nodes"]),
         "nodes": sum(observed["nodes"]),
-        "capture_end_ms": answers["again"]["capture_end_ms"],
+        "capture_end_ms": plain["capture_end_ms"],
         "observed_capture_end_ms": observed["capture_end_ms"],
-        "steps": 2 * steps * turns,
+        "blocks": len(closed) + len(opened),
+    }
+
+
+def _slower(
+    median: str, least: str, most: str, between: Sequence[float], around: Sequence[float]
+) -> dict[str, float]:
+    """Returns by how many percent times are more than those before and behind them: the median,
+    and the interval of 95 % in which it is, by order."""
+    pairs = zip(between, around, around[1:], strict=False)
+    found = sorted(100 * (2 * one / (before + behind) - 1) for one, before, behind in pairs)
+    middle, half = (len(found) - 1) / 2, 0.98 * math.sqrt(len(found))
+    return {
+        median: round(statistics.median(found), 3),
+        least: round(found[max(0, math.floor(middle - half))], 3),
+        most: round(found[min(len(found) - 1, math.ceil(middle + half))], 3),
     }
 
 
@@ -132,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if torch is None:
         return 0
     names = [n for n in PROGRAMS if not chosen.programs or n in chosen.programs.split(",")]
-    turns = 2 if chosen.quick else _TURNS
+    seconds = _QUICK_SECONDS if chosen.quick else _SECONDS
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
     with ExitStack() as held:
@@ -159,19 +170,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in names:
             if name in skipped:
                 continue
-            row = common.optional(skipped, name, partial(measure, programs[name], turns))
+            row = common.optional(skipped, name, partial(measure, programs[name], seconds))
             if row is not None:
                 rows.append({"program": name, **row})  # type: ignore[dict-item]
-    columns = [name for name in rows[0] if name not in ("arrays", "steps")] if rows else []
+    columns = [name for name in rows[0] if name not in ("arrays", "blocks")] if rows else []
     print(common.table("Programs under observe()", rows, columns))
     with ost.open_device(chosen.device) as device:
         common.emit(
             "observe",
             device,
             chosen.out,
-            ceiling={"what": "a step without the line; at most so many times of it", "times": MOST},
+            ceiling={"what": "slower than without the line, at most, percent", "percent": MOST},
             settings={
-                "turns": turns,
+                "seconds": seconds,
                 "torch": torch.__version__,
                 "quick": chosen.quick,
             },
@@ -181,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "programs": len(rows),
                 "equal": sum(row["answers"] == "equal" for row in rows),
                 "all_listed": sum(row["listed"] == row["captured"] for row in rows),
-                "below": sum(row["times"] < MOST for row in rows),
+                "below": sum(row["most"] < MOST for row in rows),
             },
         )
     return 0

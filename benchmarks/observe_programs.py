@@ -4,8 +4,8 @@
 
 `observe` as a second argument adds the one line that is measured.  The process prints a line of
 JSON when its graphs are captured, and then answers lines of standard input: `answers` with digests
-of what the program computed, `turn N` with the median time of N steps, and `pairs N` with that of N
-steps while the observation is closed, and of N while it is open, ten by ten.
+of what the program computed, and `cost SECONDS` with times of steps and of replays while the
+observation is closed and while it is open, by turns.
 """
 
 import hashlib
@@ -142,9 +142,10 @@ def main():
     name, observing = sys.argv[1], sys.argv[2:] == ["observe"]
     torch.manual_seed(5)
     if observing:
+        global observe, observed
         from ostinato.interop.torch import observe, observed
 
-        watch = observe()  # the line
+        observe()  # the line
     seconds = []
     end = torch.cuda.CUDAGraph.capture_end
 
@@ -173,17 +174,54 @@ def main():
             }
             print(json.dumps(found), flush=True)
             continue
-        count = int(numbers[0])
-        if word == "turn":
-            print(json.dumps({"us": median(timed(step, count))}), flush=True)
-            continue
-        closed, opened = [], []
-        while len(closed) < count:
-            watch.close()
-            closed += timed(step, 10)[2:]  # the first ones find other methods of the class
-            watch = observe()
-            opened += timed(step, 10)[2:]
-        print(json.dumps({"closed_us": median(closed), "us": median(opened)}), flush=True)
+        print(json.dumps({**steps(step, float(numbers[0])), **replays(step)}), flush=True)
+
+
+def steps(step, seconds):
+    """Times blocks of steps, closed and open by turns: the medians in microseconds, one closed
+    block more than open ones."""
+    size = max(3, min(30, round(0.01 / statistics.median(timed(step, 5)))))
+    closed, opened = [], []
+    end = time.perf_counter() + seconds
+    while True:
+        observe().close()
+        closed.append(median(timed(step, size)[1:]))  # the first finds other methods of the class
+        if time.perf_counter() > end:
+            return {"closed_us": closed, "open_us": opened}
+        observe()
+        opened.append(median(timed(step, size)[1:]))
+
+
+def replays(step):
+    """The replays of a step, and the host's time of one while the observation is closed and open:
+    medians, of the first few after a wait, behind which the GPU is."""
+    observe()
+    before = sum(one.replays for one in observed())
+    step()
+    every = observed()
+    graph = every[0].graph
+    closed, opened = [], []
+    for _ in range(200):
+        observe().close()
+        closed += called(graph)
+        observe()
+        opened += called(graph)
+    return {
+        "replays": sum(one.replays for one in every) - before,
+        "replay_us": median(closed),
+        "observed_replay_us": median(opened),
+    }
+
+
+def called(graph):
+    """The seconds of each of some calls of `replay`."""
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        graph.replay()
+        times.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return times[1:]
 
 
 def timed(step, count):

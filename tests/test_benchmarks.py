@@ -188,7 +188,9 @@ for line in sys.stdin:
     if word == "answers":
         found = {"digests": ["a", "b"], "nodes": [3, 4], "captured": 2, "capture_end_ms": 0.5}
     else:
-        found = {"us": 110.0 if sys.argv[2:] else 100.0, "closed_us": 100.0}
+        drift = [100.0 + i for i in range(9)]  # a step becomes slower and slower, closed or open
+        found = {"closed_us": drift[::2], "open_us": [1.01 * us for us in drift[1::2]]}
+        found |= {"replays": 2, "replay_us": 3.0, "observed_replay_us": 3.25}
     print(json.dumps(found), flush=True)
 """
     )
@@ -197,7 +199,9 @@ for line in sys.stdin:
     result = run(observe, "--programs", "vision model,Triton kernel")
     assert "no such library" in result["skipped"]["vision model"]
     (row,) = result["rows"]
-    assert (row["times"], row["processes"], row["control"]) == (1.1, 1.1, 1.0)
+    assert (row["least"], row["slower_percent"], row["most"]) == pytest.approx((1, 1, 1))
+    assert (row["closed_least"], row["closed_most"]) == pytest.approx((0, 0), abs=0.01)
+    assert row["computed_percent"] == round(100 * 2 * 0.25 / 104, 3)
     assert (row["answers"], row["listed"], row["nodes"]) == ("equal", 2, 7)
     assert result["summary"] == {"programs": 1, "equal": 1, "all_listed": 1, "below": 0}
 

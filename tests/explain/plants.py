@@ -147,7 +147,11 @@ def chain(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...], after: Any = (
 def early(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...]) -> None:
     """Kernels that may start before the one before them ends; the bad node is number 1."""
     after: list[ost.Node] = []
-    for name, config, args in (("twice", ROW, (ground.x,)), bad, *2 * [("twice", ROW, (ground.y,))]):
+    for name, config, args in (
+        ("twice", ROW, (ground.x,)),
+        bad,
+        *2 * [("twice", ROW, (ground.y,))],
+    ):
         made = ost.prepare(ground.kernel(name), config, *args)
         data = [PROGRAMMATIC] * len(after)
         after = [graph.add(made.params, after=after, edge_data=data, operation=made)]

@@ -88,9 +88,7 @@ def test_a_mark_comes_before_what_waited_for_its_node(name: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_kernel_that_starts_early_starts_early_after_a_mark(
-    device: Device, every: int
-) -> None:
+def test_a_kernel_that_starts_early_starts_early_after_a_mark(device: Device, every: int) -> None:
     """What the mark's own edge is: plain, so that the node has ended when the mark begins."""
     ground, graph = Ground(device), ost.Graph.create(device)
     plants.early(ground, graph, (*TRAP, (ground.count, 9)))
