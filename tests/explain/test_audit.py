@@ -51,6 +51,20 @@ def test_a_closed_buffer_is_freed(device: Device) -> None:
     assert "1 pointers, 1 suspect\nnode 0 (scale) argument 0 (x) = " in str(audit(run))
 
 
+def test_a_view_with_a_name_is_named_and_its_memory_too(device: Device) -> None:
+    weights = device.zeros(2 * N, "f4", name="weights")
+    bias = weights[N:]
+    bias.name = "bias"
+    graph = scaled(device, bias)
+    (found,) = audit(graph).pointers
+    assert found.state == "live"
+    assert found.memory.startswith("'bias' float32[64] in 'weights' (256 bytes at ")
+    weights.close()
+    (found,) = audit(graph).pointers
+    assert found.state == "freed"
+    assert found.memory.startswith("'bias' float32[64] in 'weights' (256 bytes at ")
+
+
 def test_a_closed_buffer_is_freed_while_a_capture_delays_that(
     device: Device, stream: ost.Stream
 ) -> None:

@@ -155,6 +155,36 @@ def test_like_runs_of_a_large_graph_stand_once(device: Device) -> None:
     assert rows == ["0", "29", "1", "2", "59", "60"], text  # nothing comes before the first node
 
 
+def test_addresses_in_a_view_have_its_name(device: Device) -> None:
+    """The smallest that the node got: other nodes may know the place by another name."""
+    weights = device.zeros(3 * N, np.float32, name="weights")
+    bias = weights[N : 2 * N]
+    bias.name = "bias"
+    graph = ost.Graph.create(device)
+    for x in (weights, weights[N : N + 8], bias, bias[1:]):
+        graph.add_kernel(kernel(device, "scale"), config(N), x, N)
+    graph.add_fill(bias, 1)
+    text, into = to_table(graph.outline()), 4 * N
+    assert re.findall(r"(?:x=\[|   )((?:weights|bias)[^] ]*)", text) == [
+        *("weights", f"weights+{into}", "bias", f"weights+{into + 4}", "bias")
+    ]
+
+
+def test_one_line_of_all_nodes_is_in_the_title(device: Device) -> None:
+    def made(graph: ost.Graph) -> ost.Graph:
+        for _ in range(2):
+            graph.add_fill(device.zeros(N, np.float32), 1)
+        return graph
+
+    title, head, *_ = to_table(made(ost.Graph.create(device)).outline()).splitlines()
+    assert re.search(r"2 memset\), 0 edges, made at test_render.py:\d+$", title)
+    assert "line" not in head
+    graph = made(ost.Graph.create(device))
+    graph.add_empty()
+    title, head, *_ = to_table(graph.outline()).splitlines()
+    assert title.endswith("0 edges") and head.split()[-1] == "line"
+
+
 def test_brackets_are_not_markup(device: Device) -> None:
     graph = ost.Graph.create(device)
     graph.add(named("[bold]x[/bold]"))

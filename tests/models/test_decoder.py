@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ostinato as ost
 from ostinato.device import Device, open_device
 from ostinato.driver.api import StreamHandle
 from ostinato.driver.host.driver import HostDriver
@@ -262,6 +265,25 @@ def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
     assert repr(decoder) == (
         "<Decoder of 2 layers, hidden 64, on host: 1 sequences of 128 positions>"
     )
+
+
+def test_a_graph_has_the_names_of_weights_and_the_callers_line(decoder: Decoder) -> None:
+    graph = decoder.graph()
+    here = sys._getframe().f_lineno - 1
+    assert {node.line for node in graph.nodes()} == {(__file__, here)}
+    text = str(graph)
+    for name in ("table=[embed]", "norm=[layers.1.attn_norm]", "weight=[layers.1.wqkv]"):
+        assert name in text
+    assert "cache=[cache[1]]" in text and "weights+" not in text
+    pointers = ost.explain.audit(graph).pointers
+    (norm,) = (p for p in pointers if p.node == "6" and p.place.endswith("(norm)"))
+    assert norm.memory.startswith("'layers.1.attn_norm' float32[64] in 'weights' (256 bytes at ")
+
+
+def test_where_nobody_calls_a_decoder_a_line_is_its_own(decoder: Decoder) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        nodes = pool.submit(decoder.graph).result().nodes()
+    assert {Path(node.line[0]).name for node in nodes if node.line} == {"step_graphs.py"}
 
 
 # -------------------------------------------------------------------------------------- batches

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import enum
 import linecache
 import sys
 from functools import lru_cache
 from types import FrameType
 
 _PACKAGE = __name__.partition(".")[0]
-_USERS = tuple(f"{_PACKAGE}.{user}" for user in ("models", "cli", "relational"))
-_MACHINERY = ("contextlib", "threading")
+_COMMAND = f"{_PACKAGE}.cli"
+"""Its callers are a shell, and a library that reads arguments."""
+_USERS = tuple(f"{_PACKAGE}.{user}" for user in ("models", "relational"))
+"""Packages built on the library: what calls them is named, and they where nothing else does."""
+_MACHINERY = ("asyncio", "concurrent", "contextlib", "threading")
+
+
+class _Place(enum.IntEnum):
+    """The kind of a module, for a person who looks for a line."""
+
+    OUTSIDE = 0
+    USER = 1
+    MACHINERY = 2
 
 
 def describe_line(filename: str, line: int) -> str:
@@ -19,7 +31,11 @@ def describe_line(filename: str, line: int) -> str:
 
 
 def caller_location() -> str:
-    """Returns the innermost line outside this package (models and CLI count as users of it)."""
+    """Returns the innermost line outside this package, to which its command does not belong.
+
+    If there is none, as in a thread of the server, the innermost line of a package that is built on
+    the library.
+    """
     line = caller_line()
     return "unknown line" if line is None else describe_line(*line)
 
@@ -30,11 +46,15 @@ def caller_line(above: int = 1) -> tuple[str, int] | None:
     `above`: the number of frames above this one that are known to be this package's own.
     """
     frame: FrameType | None = sys._getframe(above)
-    while frame is not None:  # the test of `is_internal`, without a call for each frame
-        if not _is_machinery(frame.f_globals.get("__name__", "")):
+    user: FrameType | None = None
+    while frame is not None:
+        place = _place(frame.f_globals.get("__name__", ""))
+        if place is _Place.OUTSIDE:
             return frame.f_code.co_filename, frame.f_lineno
+        if place is _Place.USER and user is None:
+            user = frame
         frame = frame.f_back
-    return None
+    return None if user is None else (user.f_code.co_filename, user.f_lineno)
 
 
 def is_internal(frame: FrameType) -> bool:
@@ -42,11 +62,13 @@ def is_internal(frame: FrameType) -> bool:
 
     Decided by the module's name, not the file: generated code (dataclasses) has no file.
     """
-    return _is_machinery(frame.f_globals.get("__name__", ""))
+    return _place(frame.f_globals.get("__name__", "")) is _Place.MACHINERY
 
 
 @lru_cache(maxsize=1024)
-def _is_machinery(name: str) -> bool:
-    if name in _MACHINERY:
-        return True
-    return name.partition(".")[0] == _PACKAGE and not name.startswith(_USERS)
+def _place(name: str) -> _Place:
+    top = name.partition(".")[0]
+    if name.startswith(_USERS):
+        return _Place.USER
+    inside = top == _PACKAGE and not name.startswith(_COMMAND)
+    return _Place.MACHINERY if inside or top in _MACHINERY else _Place.OUTSIDE

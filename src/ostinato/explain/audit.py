@@ -18,6 +18,7 @@ from ostinato.driver.context import Context
 from ostinato.driver.signature import dtype_name
 from ostinato.errors import InputError
 from ostinato.graph import Graph, GraphExec, Node
+from ostinato.graph.node import given_part
 from ostinato.graph.words import Sort, Word, address_fields, words_of
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import range_of
@@ -150,6 +151,9 @@ def node_pointers(node: Node, path: str, memory: MemoryMap) -> Iterator[PointerR
         typed = word.sort is not Sort.UNKNOWN
         if not typed and found is None and not (single and address in _ADDRESSES):
             continue
+        part = None if found is None or not found.live else given_part(node, address)
+        if part is not None:
+            found = KnownMemory(part.range, describe(part), of="ours")
         report = PointerReport(path, node.name, word.label, address, "null", typed=typed)
         yield report if not address else memory.report(report, found, _closed_owner(node, address))
 
@@ -175,21 +179,25 @@ def _closed_owner(node: Node, address: int) -> KnownMemory | None:
     for owner in node.keep:
         storage = getattr(owner, "storage", owner)  # a closed view frees nothing
         if getattr(storage, "closed", False) is True:
+            closed = owner if getattr(owner, "name", None) else storage
             try:
-                memory = range_of(storage)
+                memory = range_of(closed)
             except InputError:  # a module, say
                 continue
             if memory.holds(address):
-                return KnownMemory(memory, describe(storage), live=False, of="ours")
+                return KnownMemory(memory, describe(closed), live=False, of="ours")
     return None
 
 
 def describe(owner: object) -> str:
-    """Returns name, type and shape of a buffer: "'x' f32[16]"."""
+    """Returns name, type and shape of a buffer: "'x' float32[16]"; of a view also the name of the
+    memory: "'x' float32[16] in 'weights'"."""
     if not isinstance(owner, Buffer):
         return type(owner).__name__
     name = f"{owner.name!r} " if owner.name else ""
-    return f"{name}{dtype_name(owner.dtype)}{list(owner.shape)}"
+    whole = owner.storage.name if owner.storage is not owner else None
+    inside = f" in {whole!r}" if whole else ""
+    return f"{name}{dtype_name(owner.dtype)}{list(owner.shape)}{inside}"
 
 
 def buffers_of(context: Context) -> Iterator[KnownMemory]:

@@ -47,7 +47,7 @@ from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import frozen_of
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.diff import SameCode, code_comparison, common_subsequence, numbered
-from ostinato.graph.show.outline import details, line_text, name_places, shape_text
+from ostinato.graph.show.outline import details, line_text, named_places, shape_text
 from ostinato.graph.words import Sort, Word, WordIndex, WordPlace, words_of
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import allocate
@@ -798,9 +798,7 @@ class _Comparison:
         if isinstance(node.params, KernelNodeParams):
             held = decode_arguments(node.params, node.signature, self._find)
             node = replace(node, held=held, name=demangled(node.name))
-        places: dict[int, str] = {}
-        name_places(self._stream.context, (node,), places)
-        return replace(node, places=places)
+        return replace(node, places=named_places(self._stream.context, node))
 
     def _report(
         self, pair: _Pair, cause: DifferenceCause, why: str, found: _Found | None = None

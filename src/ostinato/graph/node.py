@@ -37,6 +37,7 @@ from ostinato.driver.location import describe_line
 from ostinato.driver.signature import Parameter, Signature
 from ostinato.driver.stream import Operation
 from ostinato.errors import InputError, NodeKindError
+from ostinato.memory import Buffer
 from ostinato.memory.ranges import KnownRanges, range_of
 
 P = TypeVar("P")
@@ -290,6 +291,13 @@ def index_below(count: int, given: object) -> int:
             f"there is no node {given!r}: give a Node of this graph, or an index below {count}"
         )
     return index
+
+
+def given_part(node: Node, address: int) -> Buffer | None:
+    """Returns the smallest open buffer with a name that a node's launch got and that holds an
+    address: of a view, the name says more than that of its memory."""
+    named = (b for b in node.keep if isinstance(b, Buffer) and b.name and not b.closed)
+    return min((b for b in named if b.range.holds(address)), key=lambda b: b.nbytes, default=None)
 
 
 def every_node(nodes: Iterable[Node]) -> Iterator[Node]:

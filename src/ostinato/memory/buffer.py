@@ -111,8 +111,9 @@ class Buffer(Closeable):
     ) -> None:
         self.context = context
         self.name = name
-        """The name that tables and pictures of graphs show in place of the address; None for
-        none."""
+        """The name that tables and pictures of graphs, and reports of faults, show in place of the
+        address; None for none.  A view has none, and can be given one: it is shown for addresses in
+        the view."""
         self.shape = shape
         self.dtype = dtype
         self.pinned = pinned

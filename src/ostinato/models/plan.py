@@ -250,7 +250,11 @@ class BufferPlan:
         if name in ("ring", "logprobs", "allowed"):
             return {"ring": self.ring, "logprobs": self.logprobs, "allowed": self.allowed}[name]
         if name in self.buffers:
-            return self.buffers[name] if layer is None else self.buffers[name][layer]
+            if layer is None:
+                return self.buffers[name]
+            part = self.buffers[name][layer]
+            part.name = str(bound)
+            return part
         return self.weights.buffer(name, layer)
 
     def copy_sequence(self, stream: Stream, source: int, target: int) -> None:

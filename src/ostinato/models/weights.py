@@ -200,6 +200,7 @@ def adopt_weights(
                 f"the weight {name!r} begins at {buffer.address:#x}; a multiple of "
                 f"{_LEAST_ALIGNMENT} bytes is needed"
             )
+        buffer.name = buffer.name or name
         weights.tensors[name] = buffer
     weights.loaded = True
     return weights
@@ -230,10 +231,12 @@ def _load_packed(device: Device, checkpoint: Checkpoint, weights: Weights, threa
     for name, (start, shape) in places.items():
         if name not in matrices:
             vector = weights.tensors[name] = weights.memory.view(start, shape, np.float32)
+            vector.name = name
             values.update(_parts(config, name, vector.array))
             continue
         matrix = weights.memory.view(start, matrices[name].nbytes, np.uint8)
         weights.tensors[name] = matrix
+        matrix.name = name
         targets = matrices[name].begin(matrix.array)
         for (part, _), rows in zip(part_rows(config, name, shape[0]), targets, strict=True):
             if isinstance(checkpoint, StoredCheckpoint):

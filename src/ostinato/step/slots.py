@@ -53,6 +53,8 @@ class Slot:
     No check finds a read of old values beyond the end of a row in use (a short block table in a
     wide row): write the whole row, or let the step read the row's length.
 
+    A buffer without a name gets the slot's, for tables of graphs and reports of faults.
+
     Raises InputError if `buffer` is not a Buffer, for another role, if `size` is not a name or the
     buffer has no rows, and if the poisons are equal or do not fit the dtype.
     """
@@ -80,6 +82,7 @@ class Slot:
             raise InputError(f"slot {self.name!r} has a size, but its buffer has no rows")
         if self.poison is not None:
             self._check_poison(self.poison)
+        self.buffer.name = self.buffer.name or self.name
 
     def _check_poison(self, poison: tuple[float, float]) -> None:
         dtype = self.buffer.dtype

@@ -37,8 +37,9 @@ from ostinato.driver.api import (
     NodeKind,
     OpaqueNodeParams,
 )
-from ostinato.graph.node import Argument, Node
+from ostinato.graph.node import Argument, Node, given_part
 from ostinato.graph.show.demangle import demangled
+from ostinato.memory import Buffer
 
 if TYPE_CHECKING:
     from ostinato.driver.context import Context
@@ -105,41 +106,39 @@ def read_outline(
     context: Context, handle: GraphHandle, nodes: tuple[Node, ...], *, readable: bool
 ) -> Outline:
     """Returns the outline of a graph with these nodes; see `Graph.outline`."""
-    if readable:
-        places: dict[int, str] = {}
-        nodes = _shown(nodes, places)
-        name_places(context, nodes, places)
-    return _outline(context.driver, handle, nodes, "")
+    return _outline(context.driver, handle, _shown(context, nodes) if readable else nodes, "")
 
 
-def _shown(nodes: tuple[Node, ...], places: dict[int, str]) -> tuple[Node, ...]:
+def _shown(context: Context, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """Returns the nodes with readable names of kernels and addresses."""
     return tuple(
         replace(
             node,
             name=demangled(node.name) if node.kind is NodeKind.KERNEL else node.name,
-            children=tuple(_shown(body, places) for body in node.children),
-            places=places,
+            children=tuple(_shown(context, body) for body in node.children),
+            places=named_places(context, node),
         )
         for node in nodes
     )
 
 
-def name_places(context: Context, nodes: tuple[Node, ...], places: dict[int, str]) -> None:
-    """Adds a text for each address in a named buffer to `places`."""
-    for node in nodes:
-        found = [(p.address, p.allocation) for a in node.arguments for p in a.pointers]
-        if isinstance(node.params, MemcpyNodeParams | MemsetNodeParams):
-            ends = (node.params.dst, getattr(node.params, "src", 0))
-            found += [(end, context.driver.memory_range(end)) for end in ends if end]
-        for address, allocation in found:
-            owner = None if allocation is None else context.owners.get(allocation.address)
-            name = getattr(owner, "name", None)
-            if name and allocation is not None:
-                into = address - allocation.address
-                places[address] = f"{name}+{into}" if into else name
-        for body in node.children:
-            name_places(context, body, places)
+def named_places(context: Context, node: Node) -> dict[int, str]:
+    """Returns a text for each address of a node that is in a named buffer."""
+    found = [(p.address, p.allocation) for a in node.arguments for p in a.pointers]
+    if isinstance(node.params, MemcpyNodeParams | MemsetNodeParams):
+        ends = (node.params.dst, getattr(node.params, "src", 0))
+        found += [(end, context.driver.memory_range(end)) for end in ends if end]
+    places: dict[int, str] = {}
+    for address, allocation in found:
+        if allocation is None:
+            continue
+        owner = given_part(node, address) or context.owners.get(allocation.address)
+        name = getattr(owner, "name", None)
+        if name:
+            memory = owner.range if isinstance(owner, Buffer) else allocation
+            into = address - memory.address
+            places[address] = f"{name}+{into}" if into else name
+    return places
 
 
 def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title: str) -> Outline:

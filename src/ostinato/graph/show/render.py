@@ -86,14 +86,17 @@ def to_html(top: Outline) -> str:
 
 
 def rich_table(top: Outline) -> Table:
-    """Returns the graph as a table for a terminal: one row a node, in the driver's order."""
+    """Returns the graph as a table for a terminal: one row a node, in the driver's order.  If one
+    line made all nodes, the title has it."""
     from rich import box
     from rich.table import Table
 
     configs = [n.params.config for n in top.walk() if isinstance(n.params, KernelNodeParams)]
     programmatic = any(e.programmatic for e in top.walk_edges())
+    lines = {line_text(node.location) for node in top.walk()}
+    one = lines.pop() if len(lines) == 1 else None
     table = Table(
-        title=f"graph: {top.summary()}",
+        title=f"graph: {top.summary()}" + (f", made at {one}" if one else ""),
         title_justify="left",
         title_style="bold",
         caption="⇢ programmatic: may start before that node ends" if programmatic else None,
@@ -111,7 +114,8 @@ def rich_table(top: Outline) -> Table:
         table.add_column(header, no_wrap=True)
     table.add_column("arguments", overflow="fold")
     table.add_column("after", overflow="fold")
-    table.add_column("line", overflow="fold", style="dim")
+    if one is None:
+        table.add_column("line", overflow="fold", style="dim")
     _add_rows(table, top, [cell for _, cell in optional], 0)
     return table
 
@@ -142,6 +146,7 @@ def _add_rows(
             after,
             line_text(node.location),
         ]
+        del cells[len(table.columns) - 2 :]  # the line, if the title has it
         table.add_row(Text(f"{indent}{node.index}"), kind, *(Text(printable(c)) for c in cells))
         for part in inner:
             empty = "" if part.nodes else " (empty)"
