@@ -7,10 +7,8 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import KernelNodeParams
-from ostinato.errors import InputError
-from ostinato.explain import KnownMemory, PointerReport, add_memory_source, audit
-from ostinato.explain import audit as audit_function
-from ostinato.explain.audit import MemoryMap, _sources, of_driver
+from ostinato.explain import KnownMemory, PointerReport, add_memory_source
+from ostinato.graph.audit import MemoryMap, _sources, of_driver
 from tests.sources import config, kernel
 
 N = 64
@@ -28,7 +26,7 @@ def scaled(device: Device, x: object) -> ost.Graph:
 
 
 def only(graph: ost.Graph | ost.GraphExec) -> PointerReport:
-    (pointer,) = audit(graph).pointers
+    (pointer,) = graph.audit().pointers
     return pointer
 
 
@@ -38,7 +36,7 @@ def test_a_live_pointer_names_buffer_and_offset(device: Device) -> None:
         assert (found.node, found.name, found.place) == ("0", "scale", "argument 0 (x)")
         assert (found.state, found.address) == ("live", x.address + 16)
         assert found.memory.startswith("16 bytes into 'x' float32[64] (256 bytes at ")
-    assert not audit(scaled(device, x)).suspects
+    assert not scaled(device, x).audit().suspects
 
 
 def test_a_closed_buffer_is_freed(device: Device) -> None:
@@ -47,8 +45,8 @@ def test_a_closed_buffer_is_freed(device: Device) -> None:
     x.close()
     found = only(run)
     assert found.state == "freed" and "'x' float32[64]" in found.memory
-    assert audit(run).suspects == (found,)
-    assert "1 pointers, 1 suspect\nnode 0 (scale) argument 0 (x) = " in str(audit(run))
+    assert run.audit().suspects == (found,)
+    assert "1 pointers, 1 suspect\nnode 0 (scale) argument 0 (x) = " in str(run.audit())
 
 
 def test_a_view_with_a_name_is_named_and_its_memory_too(device: Device) -> None:
@@ -56,11 +54,11 @@ def test_a_view_with_a_name_is_named_and_its_memory_too(device: Device) -> None:
     bias = weights[N:]
     bias.name = "bias"
     graph = scaled(device, bias)
-    (found,) = audit(graph).pointers
+    (found,) = graph.audit().pointers
     assert found.state == "live"
     assert found.memory.startswith("'bias' float32[64] in 'weights' (256 bytes at ")
     weights.close()
-    (found,) = audit(graph).pointers
+    (found,) = graph.audit().pointers
     assert found.state == "freed"
     assert found.memory.startswith("'bias' float32[64] in 'weights' (256 bytes at ")
 
@@ -106,7 +104,7 @@ def test_an_address_in_no_allocation_has_a_nearest_one(device: Device) -> None:
     x = device.driver.mem_alloc(N * 4)
     device.driver.mem_free(x)
     found = only(scaled(device, x))
-    assert found.state == "unknown" and audit(scaled(device, x)).suspects
+    assert found.state == "unknown" and scaled(device, x).audit().suspects
     y = device.zeros(N, "f4", name="y")
     before, after = (
         only(scaled(device, y.address - 16)),
@@ -119,7 +117,7 @@ def test_an_address_in_no_allocation_has_a_nearest_one(device: Device) -> None:
 
 def test_a_null_pointer_is_null_and_no_suspect(device: Device) -> None:
     graph = scaled(device, 0)
-    assert only(graph).state == "null" and not audit(graph).suspects
+    assert only(graph).state == "null" and not graph.audit().suspects
 
 
 def test_copies_fills_and_nodes_inside_of_others_are_looked_at(device: Device) -> None:
@@ -130,7 +128,7 @@ def test_copies_fills_and_nodes_inside_of_others_are_looked_at(device: Device) -
     graph.add_child(scaled(device, x))
     body = graph.add_conditional("if", graph.condition()).bodies[0]
     body.add_kernel(kernel(device, "scale"), config(N), y, N)
-    found = [(p.node, p.place) for p in audit(graph).pointers]
+    found = [(p.node, p.place) for p in graph.audit().pointers]
     assert found == [
         ("0", "dst"),
         ("0", "src"),
@@ -173,7 +171,9 @@ def test_other_libraries_tell_of_their_memory(device: Device) -> None:
     add_memory_source(source)
     try:
         assert only(scaled(device, (1 << 45) + 16)).state == "live"
-        assert audit(scaled(device, 1 << 45)).pointers[0].memory.startswith("a segment (4096 bytes")
+        assert (
+            scaled(device, 1 << 45).audit().pointers[0].memory.startswith("a segment (4096 bytes")
+        )
         assert _sources.count(source) == 1
     finally:
         _sources.remove(source)
@@ -193,8 +193,3 @@ def test_what_a_library_took_back_is_freed_though_the_driver_has_it(device: Devi
         assert memory.at(1 << 45) == of_driver(segment)
     finally:
         _sources.remove(source)
-
-
-def test_only_graphs_have_pointers(device: Device) -> None:
-    with pytest.raises(InputError, match="a Graph or a GraphExec is needed, not Buffer"):
-        audit_function(device.zeros(N, "f4"))  # type: ignore[arg-type]

@@ -530,7 +530,7 @@ def pool(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[ost.Buffer
         if context is device.context:  # one piece: what is free there is not told apart
             yield KnownMemory(rows.range, "a pool", of="capture")
 
-    monkeypatch.setattr(sys.modules["ostinato.explain.audit"], "_sources", [told])
+    monkeypatch.setattr(sys.modules["ostinato.graph.audit"], "_sources", [told])
     yield rows
     del owner
 
@@ -577,7 +577,7 @@ def test_memory_that_its_library_has_taken_back(
         yield KnownMemory(rows[0].range, "an array")
         yield KnownMemory(rows[1].range, "an array", live=False)
 
-    monkeypatch.setattr(sys.modules["ostinato.explain.audit"], "_sources", [told])
+    monkeypatch.setattr(sys.modules["ostinato.graph.audit"], "_sources", [told])
     graphs = []
     for row in rows[0], rows[1]:
         made = ost.Graph.create(device)

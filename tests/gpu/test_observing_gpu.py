@@ -71,7 +71,7 @@ def test_a_capture_by_hand(observing: Any, tmp_path: Path) -> None:
     with graph.instantiate(upload=stream) as run:
         assert ost.first_difference(stream, graph, run) is None
         assert all(node.seconds > 0 for node in run.profile(stream=stream, replays=5).nodes)
-    assert any(pointer.address == x.data_ptr() for pointer in ost.explain.audit(graph).pointers)
+    assert any(pointer.address == x.data_ptr() for pointer in graph.audit().pointers)
     observing.export(tmp_path / "graphs.txt")
     assert str(one) in (tmp_path / "graphs.txt").read_text()
 

@@ -176,7 +176,7 @@ def test_a_torch_without_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_audit_works_beside_a_torch_that_has_no_gpu(host_device: Device) -> None:
-    assert ost.explain.audit(ost.Graph.create(host_device)).pointers == ()
+    assert ost.Graph.create(host_device).audit().pointers == ()
 
 
 def test_graphs_that_are_gone_or_reset_or_not_captured_are_not_listed(ground: Ground) -> None:
@@ -198,7 +198,7 @@ def test_what_is_listed_is_adopted_for_everything_else(ground: Ground) -> None:
         one, two = (each.adopt() for each in observed())
     found = ost.first_difference(ground.stream, one, two)
     assert found is not None and found.a is not None and found.a.path == "1"
-    pointers = ost.explain.audit(one).pointers
+    pointers = one.audit().pointers
     assert [(p.node, p.address, p.state) for p in pointers] == [
         ("0", ground.x.address, "live"),
         ("1", ground.x.address, "live"),

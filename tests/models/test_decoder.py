@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import ostinato as ost
 from ostinato.device import Device, open_device
 from ostinato.driver.api import StreamHandle
 from ostinato.driver.host.driver import HostDriver
@@ -275,7 +274,7 @@ def test_a_graph_has_the_names_of_weights_and_the_callers_line(decoder: Decoder)
     for name in ("table=[embed]", "norm=[layers.1.attn_norm]", "weight=[layers.1.wqkv]"):
         assert name in text
     assert "cache=[cache[1]]" in text and "weights+" not in text
-    pointers = ost.explain.audit(graph).pointers
+    pointers = graph.audit().pointers
     (norm,) = (p for p in pointers if p.node == "6" and p.place.endswith("(norm)"))
     assert norm.memory.startswith("'layers.1.attn_norm' float32[64] in 'weights' (256 bytes at ")
 

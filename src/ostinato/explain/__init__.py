@@ -1,12 +1,5 @@
 """Explains graphs and replays: faults, pointers, the first difference, missing orders, times."""
 
-from ostinato.explain.audit import (
-    AuditReport,
-    KnownMemory,
-    PointerReport,
-    add_memory_source,
-    audit,
-)
 from ostinato.explain.black_box import BlackBox, black_box
 from ostinato.explain.difference import (
     DifferenceCause,
@@ -17,6 +10,7 @@ from ostinato.explain.difference import (
 from ostinato.explain.races import unordered
 from ostinato.explain.report import BlackBoxReport, NodeReport, ReplayReport
 from ostinato.explain.times import Percentiles, ReplayEvent, ReplayProfile
+from ostinato.graph.audit import AuditReport, KnownMemory, PointerReport, add_memory_source
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.timing import NodeSampler, NodeTime, NodeTimes
 
@@ -38,7 +32,6 @@ __all__ = [
     "ReplayProfile",
     "ReplayReport",
     "add_memory_source",
-    "audit",
     "black_box",
     "first_difference",
     "first_drift",

@@ -37,7 +37,12 @@ from ostinato.errors import (
     StreamCaptureError,
     set_replay_watch,
 )
-from ostinato.explain.audit import (
+from ostinato.explain.crumbs import Area, CrumbTwin
+from ostinato.explain.inputs import NotedInputs
+from ostinato.explain.report import BlackBoxReport, NodeReport, ReplayReport
+from ostinato.files import replace_file
+from ostinato.graph import GraphExec, Node, every_node, executable
+from ostinato.graph.audit import (
     KnownMemory,
     MemoryMap,
     describe,
@@ -45,11 +50,6 @@ from ostinato.explain.audit import (
     of_driver,
     possible_pointers,
 )
-from ostinato.explain.crumbs import Area, CrumbTwin
-from ostinato.explain.inputs import NotedInputs
-from ostinato.explain.report import BlackBoxReport, NodeReport, ReplayReport
-from ostinato.files import replace_file
-from ostinato.graph import GraphExec, Node, every_node, executable
 from ostinato.graph.show.outline import count_text, shape_text
 from ostinato.memory import Buffer
 

@@ -38,8 +38,8 @@ from ostinato.driver.context import Context
 from ostinato.driver.signature import Signature, numpys_dtype
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import CaptureError, DriverError, InputError
-from ostinato.explain.audit import MemoryMap
 from ostinato.graph import Graph, GraphExec, Node, Touch, capture_function, launch
+from ostinato.graph.audit import MemoryMap
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.frozen import Nodes
 from ostinato.graph.node import decode_arguments

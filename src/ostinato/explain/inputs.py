@@ -11,8 +11,8 @@ import numpy as np
 from ostinato.driver.api import LaunchConfig, MemoryRange, NodeKind
 from ostinato.driver.stream import Stream, wait_for_streams
 from ostinato.errors import ContextPoisonedError, GraphError, OstinatoError
-from ostinato.explain.audit import MemoryMap, possible_pointers
 from ostinato.graph import Graph, GraphExec, every_node
+from ostinato.graph.audit import MemoryMap, possible_pointers
 from ostinato.graph.probes import probe
 from ostinato.graph.words import Sort
 from ostinato.graphfile.saving import Draft

@@ -10,8 +10,8 @@ from typing import Any
 
 from ostinato.driver.api import MemoryRange
 from ostinato.errors import InputError
-from ostinato.explain.audit import KnownMemory, PointerReport
 from ostinato.explain.crumbs import State
+from ostinato.graph.audit import KnownMemory, PointerReport
 
 _FORMAT = 1
 

@@ -72,6 +72,7 @@ from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 from ostinato.memory.ranges import KnownRanges, Target, range_of
 
 if TYPE_CHECKING:
+    from ostinato.graph.audit import AuditReport
     from ostinato.graph.timing import NodeSampler, NodeTimes
 
 _log = logging.getLogger(__name__)
@@ -558,6 +559,13 @@ class GraphExec(Launcher, Closeable):
         """
         with self._lock:
             return self._shadow.nodes()
+
+    def audit(self) -> AuditReport:
+        """Returns every pointer of the next launch, with what is known of the memory there: see
+        `Graph.audit`.  Raises ClosedError, and the driver's errors."""
+        from ostinato.graph.audit import audit
+
+        return audit(self.context, self.nodes())
 
     def params(self, node: Node | int) -> NodeParams:
         """Returns the parameters of a node in the next launch."""

@@ -56,6 +56,7 @@ from ostinato.memory import Buffer
 from ostinato.memory.buffer import copy_operation, fill_operation, for_a_node
 
 if TYPE_CHECKING:
+    from ostinato.graph.audit import AuditReport
     from ostinato.graph.executable import GraphExec
     from ostinato.graph.show.diff import GraphDiff
     from ostinato.graph.show.outline import Outline
@@ -739,6 +740,23 @@ class Graph(Closeable):
             raise InputError(f"diff: a Graph is needed, not {type(other).__name__}")
         same_code = code_comparison(self.context, other.context)
         return diff(self.outline(readable=False), other.outline(readable=False), same_code)
+
+    def audit(self) -> AuditReport:
+        """Returns every pointer of the graph, with what is known of the memory there.
+
+            print(graph.audit())
+
+        Each is live, freed, moved (other memory has its address now), null or unknown.  Known is
+        the memory of this library, of others as far as they tell (`explain.add_memory_source`;
+        `ostinato.interop.torch` does), and of the driver.  Words of kernels without a signature
+        count as pointers if they are in known memory; those of 8 bytes also if they look like an
+        address ("unknown", not `typed`).  Not found: pointers in device memory, and how far a
+        kernel reaches from a pointer.  Nothing is waited for.  Raises ClosedError, and the driver's
+        errors.
+        """
+        from ostinato.graph.audit import audit
+
+        return audit(self.context, self.nodes())
 
     def digest(self) -> str:
         """Returns the graph's shape as 64 hexadecimal digits, for processes to compare.

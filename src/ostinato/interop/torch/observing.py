@@ -23,7 +23,6 @@ import torch
 
 from ostinato import Device, Graph, GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, InputError, NotAvailableError, OstinatoError
-from ostinato.explain import audit
 from ostinato.interop.torch.adopting import adopt_graph, definition_of
 from ostinato.interop.torch.capturing import line_outside_torch
 from ostinato.interop.torch.graphing import devices
@@ -232,7 +231,7 @@ class GraphObservation(Closeable):
         for one in known:
             try:
                 graph = definition_of(one.device, one.graph)
-                parts.append(f"{one}\n{graph}\n{audit(graph)}")
+                parts.append(f"{one}\n{graph}\n{graph.audit()}")
             except OstinatoError as error:
                 parts.append(f"{one}\nnot read: {error}")
         Path(path).write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -17,8 +17,7 @@ from ostinato.driver.api import KernelNodeParams, MemoryRange
 from ostinato.driver.context import Context
 from ostinato.driver.signature import dtype_name
 from ostinato.errors import InputError
-from ostinato.graph import Graph, GraphExec, Node
-from ostinato.graph.node import given_part
+from ostinato.graph.node import Node, given_part
 from ostinato.graph.words import Sort, Word, address_fields, words_of
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import range_of
@@ -117,21 +116,9 @@ def add_memory_source(source: MemorySource) -> None:
         _sources.append(source)
 
 
-def audit(target: Graph | GraphExec) -> AuditReport:
-    """Returns every pointer of a graph, or of an executable's next launch, with what is known of
-    the memory there.
-
-        print(ost.explain.audit(run))
-
-    Words of kernels without a signature count as pointers if they are in known memory; those of 8
-    bytes also if they look like an address ("unknown", not `typed`).  Not found: pointers in device
-    memory, and how far a kernel reaches from a pointer.  Nothing is waited for.  Raises InputError,
-    ClosedError, and the driver's errors.
-    """
-    if not isinstance(target, Graph | GraphExec):
-        raise InputError(f"audit: a Graph or a GraphExec is needed, not {type(target).__name__}")
-    memory = MemoryMap(target.context, ask_driver=True)
-    return AuditReport(tuple(pointers_of(target.nodes(), memory)))
+def audit(context: Context, nodes: Iterable[Node]) -> AuditReport:
+    """Does the work of `Graph.audit` and `GraphExec.audit`."""
+    return AuditReport(tuple(pointers_of(nodes, MemoryMap(context, ask_driver=True))))
 
 
 def pointers_of(
