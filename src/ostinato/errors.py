@@ -151,7 +151,7 @@ _POISONED = "Every later call on this context fails too: end the process (or reo
 _STICKY: dict[int, StatusMeaning] = {
     Status.ILLEGAL_ADDRESS: StatusMeaning(
         "a kernel read or wrote memory it does not own",
-        "Run under compute-sanitizer to find the kernel. " + _POISONED,
+        "compute-sanitizer finds the kernel and the access. " + _POISONED,
     ),
     Status.LAUNCH_TIMEOUT: StatusMeaning("a kernel ran too long and was stopped", _POISONED),
     Status.CONTEXT_IS_DESTROYED: StatusMeaning(

@@ -46,7 +46,7 @@ def test_a_closed_buffer_is_freed(device: Device) -> None:
     found = only(run)
     assert found.state == "freed" and "'x' float32[64]" in found.memory
     assert run.audit().suspects == (found,)
-    assert "1 pointers, 1 suspect\nnode 0 (scale) argument 0 (x) = " in str(run.audit())
+    assert "1 pointer, 1 suspect\nnode 0 (scale) argument 0 (x) = " in str(run.audit())
 
 
 def test_a_view_with_a_name_is_named_and_its_memory_too(device: Device) -> None:

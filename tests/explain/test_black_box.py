@@ -431,6 +431,8 @@ def test_another_file_is_no_report(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     answer = here("autopsy", str(path))
     assert answer.status == 2 and "other.json" in answer.err and "Traceback" not in answer.err
+    told = "give the .json or the .graph file that the error of the fault names"
+    assert told in answer.err or "of another version" in answer.err
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_file(
@@ -574,16 +576,17 @@ def test_the_replay_that_failed_is_replayed_from_its_file(ground: Ground, tmp_pa
     states = [node["state"] for node in again["replays"][0]["nodes"]]
     assert states == ["finished", "running", "waiting", "waiting"]
     assert len([*(tmp_path / "faults").glob("*.graph")]) == 1, "an autopsy makes no other"
+    (pointer, *_) = again["replays"][0]["nodes"][1]["pointers"]
+    assert pointer["memory"].startswith("'count' "), "memory has the names of the file"
     given = tmp_path / "in.npz"
-    (name,) = (name for name in inputs_in(replay.file) if name.startswith("count."))
-    np.savez(given, **{name: np.zeros(1, np.uint32)})
+    np.savez(given, count=np.zeros(1, np.uint32))
     answer = here(*command, "--inputs", str(given))
     assert answer.status == 0 and "no node failed" in answer.out, answer.err
 
 
 def test_the_inputs_are_those_of_the_replay_that_failed(ground: Ground) -> None:
     found = inputs_in(file_of(ground, trapped(ground, turn=3), launches=5).file)
-    before = {name.split(".")[0]: values[0] for name, values in found.items()}
+    before = {name: values[0] for name, values in found.items()}
     assert before == {"count": 2, "x": 4, "y": 4}, "after two replays, which double x"
 
 
@@ -602,7 +605,7 @@ def test_launches_on_another_stream_leave_the_inputs_of_a_replay_under_way(groun
         ground.stream.synchronize()
     assert caught.value.report is box.report and box.report is not None
     found = inputs_in(box.report.replays[0].file)
-    assert found["x.0"][0] == 1, "what it was before the replay"
+    assert found["x"][0] == 1, "what it was before the replay"
 
 
 def test_the_file_does_what_the_replay_did(device: Device, tmp_path: Path) -> None:
@@ -619,7 +622,7 @@ def test_the_file_does_what_the_replay_did(device: Device, tmp_path: Path) -> No
         watched.inputs.write(path)
     loaded = ost.graphfile.load(device, path)
     loaded.instantiate().launch(ground.stream)
-    found = {n.split(".")[0]: b.to_numpy(ground.stream) for n, b in loaded.inputs.items()}
+    found = {name: b.to_numpy(ground.stream) for name, b in loaded.inputs.items()}
     for buffer in (ground.x, ground.y, ground.out, ground.count):
         np.testing.assert_array_equal(found[buffer.name], buffer.to_numpy(ground.stream))
 
@@ -643,10 +646,20 @@ def test_the_smallest_memory_is_noted_up_to_a_limit(
     replay = file_of(ground, picking(ground), inputs=most)
     answer = here("autopsy", str(replay.file), "--device", "host")
     assert "node 1 (pick), kernel" in answer.out, answer.err
-    assert ("zeros: x." in answer.err) == ("x" not in names)
+    assert ("zeros: x " in answer.err) == ("x" not in names)
     with open_file(Path(str(replay.file))) as contents:
         found = contents.manifest.names("input")
-    assert sorted(name.split(".")[0] for name in found) == names
+    assert sorted(found) == names
+
+
+def test_memory_of_one_name_has_names_of_its_own_in_the_file(ground: Ground) -> None:
+    graph, after = ost.Graph.create(ground.device), list[ost.Node]()
+    for name in ("x", "x", "x.1", None):
+        x = ground.device.zeros(N, "f4", name=name)
+        after = [graph.add_kernel(ground.kernel("twice"), ROW, x, after=after)]
+    graph.add_kernel(ground.kernel("trap"), ONE, ground.count, 1, after=after)
+    found = inputs_in(file_of(ground, graph.instantiate()).file)
+    assert sorted(found) == ["count", "memory.3", "x", "x.1", "x.1.2"]
 
 
 def test_without_inputs_there_is_no_graph_file(ground: Ground, tmp_path: Path) -> None:

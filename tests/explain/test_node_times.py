@@ -142,7 +142,7 @@ def test_a_trace_has_rows_without_overlap(device: Device, stream: ost.Stream) ->
 
 def test_the_table_has_nodes_or_names(device: Device, stream: ost.Stream) -> None:
     x = device.zeros(N, np.float32)
-    for count, row in ((3, "2  scale"), (60, "60 ×")):
+    for count, row in ((1, "0  scale"), (3, "2  scale"), (60, "60 ×")):
         graph = ost.Graph.create(device)
         last: list[ost.Node] = []
         for _ in range(count):
@@ -150,7 +150,10 @@ def test_the_table_has_nodes_or_names(device: Device, stream: ost.Stream) -> Non
         with graph.instantiate() as run:
             text = str(run.profile(stream=stream, replays=1))
         assert row in text
-        assert f"{count} nodes: " in text and "taken off each node" in text
+        assert (
+            f"\n{count} {'node' if count == 1 else 'nodes'}: " in text
+            and "taken off each node" in text
+        )
 
 
 def test_a_node_that_is_off_is_not_timed(device: Device, stream: ost.Stream) -> None:

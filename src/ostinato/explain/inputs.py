@@ -149,9 +149,11 @@ def _memory_of(run: GraphExec) -> tuple[dict[str, Target], set[str]]:
                 read.add(memory.range)
             if word.written and field != "src":
                 written.add(memory.range)
-    names = {
-        memory: f"{getattr(target, 'name', None) or 'memory'}.{number}"
-        for number, (memory, target) in enumerate(found.items())
-    }
-    named = {names[memory]: target for memory, target in found.items() if memory in read}
-    return named, {names[memory] for memory in read - written}
+    names: dict[str, MemoryRange] = {}
+    for number, (at, target) in enumerate(found.items()):
+        name = getattr(target, "name", None) or f"memory.{number}"
+        while name in names:
+            name += f".{number}"
+        names[name] = at
+    named = {name: found[at] for name, at in names.items() if at in read}
+    return named, {name for name, at in names.items() if at in read - written}

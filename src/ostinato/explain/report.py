@@ -132,7 +132,10 @@ class BlackBoxReport:
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"{path} is no report of a fault ({error})") from error
+            raise InputError(
+                f"{path} is no report of a fault ({error}): give the .json or the .graph file that "
+                "the error of the fault names"
+            ) from error
 
     def table(self) -> str:
         """Returns the nodes of each replay with their states, and the memory, as text."""

@@ -18,6 +18,7 @@ from ostinato.driver.context import Context
 from ostinato.driver.signature import dtype_name
 from ostinato.errors import InputError
 from ostinato.graph.node import Node, given_part
+from ostinato.graph.show.outline import count_text
 from ostinato.graph.words import Sort, Word, address_fields, words_of
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import range_of
@@ -97,7 +98,8 @@ class AuditReport:
         )
 
     def __str__(self) -> str:
-        lines = [f"{len(self.pointers)} pointers, {len(self.suspects)} suspect"]
+        count = count_text(len(self.pointers), "pointer")
+        lines = [f"{count}, {len(self.suspects)} suspect"]
         lines += [f"node {p.node} ({p.name}) {p}" for p in self.suspects]
         return "\n".join(lines)
 

@@ -43,7 +43,7 @@ from ostinato.errors import CaptureError, InputError, OstinatoError
 from ostinato.graph.flat import FlatNode
 from ostinato.graph.probes import probe
 from ostinato.graph.show.demangle import demangled
-from ostinato.graph.show.outline import kind_text, line_text, shorten
+from ostinato.graph.show.outline import count_text, kind_text, line_text, shorten
 from ostinato.launching import prepare
 from ostinato.memory.buffer import allocate
 
@@ -112,7 +112,7 @@ class NodeTimes:
             share = f"{sum(each) / total:>5.1%}"
             lines.append(f"{path:>10}  {shorten(name, _NAME):{_NAME}}  {times:>7}  {own}  {share}")
         lines.append(
-            f"{len(self.nodes)} nodes: {1e6 * self.total:.1f} us; a replay: "
+            f"{count_text(len(self.nodes), 'node')}: {1e6 * self.total:.1f} us; a replay: "
             f"{1e6 * self.replay:.1f} us; medians of {self.replays} replays; a timer of "
             f"{1e6 * self.timer:.2f} us is taken off each node"
         )

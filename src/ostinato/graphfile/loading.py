@@ -382,11 +382,11 @@ class Loader:
             )
         if self._rooms is None:
             alone = [i for i in mine if i in of or blocks[i].pinned]
-            made = self._made(alone, blocks)
+            made = self._made(alone, blocks, of)
             made |= self._made_together([i for i in mine if i not in made], blocks)
         else:
             share = (free - wanted) // (_GUARDS_SHARE * max(1, len(mine)))
-            made = self._made(mine, blocks, max(_GUARD, share))
+            made = self._made(mine, blocks, of, max(_GUARD, share))
         for index in range(len(blocks)):
             owner, base = given.get(index) or made.get(index) or (None, 0)
             self.owners.append(owner)
@@ -394,11 +394,15 @@ class Loader:
         self._fill(values)
 
     def _made(
-        self, wanted: Sequence[int], blocks: Sequence[Block], most: int = 0
+        self,
+        wanted: Sequence[int],
+        blocks: Sequence[Block],
+        of: Mapping[int, list[NamedBuffer]],
+        most: int = 0,
     ) -> dict[int, tuple[object, int]]:
-        """Allocates each block by itself.  With `most`, each lies between two guards; the one
-        behind has the bytes of the room behind the block where the graph was saved, but no more
-        than `most`."""
+        """Allocates each block by itself, with the name of the first buffer in it.  With `most`,
+        each lies between two guards; the one behind has the bytes of the room behind the block
+        where the graph was saved, but no more than `most`."""
         found: dict[int, tuple[object, int]] = {}
         for index in wanted:
             block = blocks[index]
@@ -407,7 +411,8 @@ class Loader:
                 room = (self._rooms or {}).get(index, 0)
                 before, after = _GUARD + block.phase, max(_GUARD, min(room, most))
             nbytes = before + block.nbytes + after
-            whole = allocate(self._context, nbytes, BYTES, pinned=block.pinned)
+            name = of[index][0].name if index in of else None
+            whole = allocate(self._context, nbytes, BYTES, pinned=block.pinned, name=name)
             base = whole.address + before
             found[index] = whole, base
             if most:
