@@ -201,7 +201,7 @@ def replays(step):
     every = observed()
     graph = every[0].graph
     closed, opened = [], []
-    for _ in range(200):
+    for _ in range(60):
         observe().close()
         closed += called(graph)
         observe()
