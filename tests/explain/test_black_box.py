@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -366,11 +367,17 @@ def test_a_step_and_what_it_replays_are_watched(ground: Ground) -> None:
         ost.launch(stream, trap, ONE, count, 4)
 
     slots = [ost.Slot("x", x, "state"), ost.Slot("count", count, "state")]
-    step = ost.GraphedStep(work, stream=stream, slots=slots, cache=ost.GraphCache(ground.device))
-    with pytest.raises(ContextPoisonedError, match="node 1 \\(trap\\)"), ost.black_box():
+    cache = ost.GraphCache(ground.device)
+    step = ost.GraphedStep(work, stream=stream, slots=slots, cache=cache, name="scaling")
+    with pytest.raises(ContextPoisonedError, match="node 1 \\(trap\\)") as caught, ost.black_box():
         for _ in range(4):
             step()
             stream.synchronize()
+    key = re.escape(str(step.key()))
+    found = (
+        f"a replay of the graph of 2 nodes of {key} that begins at .*test_black_box.py:\\d+ was in"
+    )
+    assert re.search(found, str(caught.value)), "step and sizes are named"
 
 
 # --- hangs

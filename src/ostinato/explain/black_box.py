@@ -320,8 +320,9 @@ def _named(run: GraphExec) -> str:
     """Returns a text by which a person knows a graph again."""
     nodes, origin = run.nodes(), run.graph.origin
     lines = [node.line for node in every_node(nodes) if node.line is not None]
-    where = f" that begins at {lines[0][0]}:{lines[0][1]}" if lines else origin and f" {origin}"
-    return f"the graph of {count_text(len(nodes), 'node')}{where}"
+    words = [count_text(len(nodes), "node"), *[origin] * bool(origin)]
+    words += [f"that begins at {file}:{line}" for file, line in lines[:1]]
+    return f"the graph of {' '.join(words)}"
 
 
 def _lost(context: Context) -> bool:

@@ -124,7 +124,8 @@ class Graph(Closeable):
         self.only_to_read = ""
         """The reason why this library must not launch it; empty if it may."""
         self.origin = ""
-        """The place at which another library captured it, for texts; empty if unknown."""
+        """Words that follow "the graph" in texts: the place at which another library captured it,
+        or its key in a cache ("of decode#3(rows=1)"); empty if unknown."""
         self.closed = False
         self.instantiated = False
         """True once it has an executable."""

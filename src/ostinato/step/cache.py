@@ -34,7 +34,7 @@ from ostinato.step.budget import Footprint, MemoryMeter, SharedBlocks, footprint
 from ostinato.step.entry import CachedGraph, Entry, Left
 from ostinato.step.flight import Flight, Flights
 from ostinato.step.limits import CaptureLimits, Refused, Spent, refuse
-from ostinato.step.statistics import CacheStatistics, KeyStatistics
+from ostinato.step.statistics import CacheStatistics, KeyStatistics, key_text
 
 _REMEMBERED = 4096
 """The largest number of remembered keys without a graph; over it, the oldest are forgotten."""
@@ -627,6 +627,7 @@ class GraphCache(Closeable):
         with uninterrupted, self.lock:
             self._require_open()
             out = self.table.put(key, executable, charge, capture_seconds)
+            executable.graph.origin = executable.graph.origin or f"of {key_text(key)}"
             if capture_seconds is None:
                 for entry in self.table.counting(key):
                     entry.installed += 1
