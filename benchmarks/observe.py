@@ -190,6 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "equal": sum(row["answers"] == "equal" for row in rows),
                 "all_listed": sum(row["listed"] == row["captured"] for row in rows),
                 "below": sum(row["most"] < MOST for row in rows),
+                "computed_below": sum(row["computed_percent"] < MOST for row in rows),
             },
         )
     return 0

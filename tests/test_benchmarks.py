@@ -203,7 +203,13 @@ for line in sys.stdin:
     assert (row["closed_least"], row["closed_most"]) == pytest.approx((0, 0), abs=0.01)
     assert row["computed_percent"] == round(100 * 2 * 0.25 / 104, 3)
     assert (row["answers"], row["listed"], row["nodes"]) == ("equal", 2, 7)
-    assert result["summary"] == {"programs": 1, "equal": 1, "all_listed": 1, "below": 0}
+    assert result["summary"] == {
+        "programs": 1,
+        "equal": 1,
+        "all_listed": 1,
+        "below": 0,
+        "computed_below": 1,
+    }
 
 
 def test_two_trees_are_compared_call_by_call(run: Run) -> None:

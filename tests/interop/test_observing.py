@@ -149,13 +149,14 @@ def test_a_graph_is_instantiated_when_it_would_be_without_an_observer(ground: Gr
 
 
 def test_what_is_observed_is_off_by_one_call(ground: Ground) -> None:
-    own = dict(vars(CUDAGraph))
+    own, before = dict(vars(CUDAGraph)), captured(ground)
     watch = observe()
     assert observe() is watch
-    graph = captured(ground)
+    graph, replay = captured(ground), before.replay
     watch.close()
     watch.close()
     assert dict(vars(CUDAGraph)) == own
+    replay()  # an engine may keep the method
     graph.replay()
     captured(ground)
     (one,) = observed()
@@ -305,4 +306,4 @@ def test_a_bug_report_has_the_tables(ground: Ground, tmp_path: Path) -> None:
         watch.export(tmp_path / "report.txt")
     text = (tmp_path / "report.txt").read_text()
     assert str(observed()[0]) in text and f"torch {torch.__version__}" in text
-    assert "touch" in text and "1 pointers, 0 suspect" in text and graph.keep
+    assert "touch" in text and "1 pointer, 0 suspect" in text and graph.keep

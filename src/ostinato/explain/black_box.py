@@ -140,6 +140,8 @@ class BlackBox:
 
     def __enter__(self) -> Self:
         _boxes.append(self)
+        if self._runs is None:
+            armed.append(self)
         _switch()
         return self
 
@@ -148,6 +150,8 @@ class BlackBox:
             self._look(error)
         finally:
             _boxes.remove(self)
+            if self._runs is None:
+                armed.remove(self)
             _switch()
             with self._lock:
                 for watched in tuple(self._kept):
@@ -339,6 +343,8 @@ def _lost(context: Context) -> bool:
 # --- the process
 _boxes: list[BlackBox] = []
 """The armed boxes; the last one that is for an executable watches it."""
+armed: list[BlackBox] = []
+"""The armed boxes that watch all executables; tested before each replay of another library."""
 
 
 class _ReplayWatch:
@@ -381,11 +387,6 @@ def _switch() -> None:
     set_replay_watch(_ReplayWatch() if _boxes else None)
     for context in members(contexts):
         context.cool()
-
-
-def armed() -> bool:
-    """True while a box is armed that watches all executables."""
-    return bool(_boxes) and any(box._runs is None for box in _boxes)
 
 
 def watch_process() -> None:

@@ -43,7 +43,6 @@ class _Note:
     index: int = 0
     where: str = ""
     replays: int = 0
-    adopting: bool = False
     run: GraphExec | None = None
     """Replayed in its place while a black box is armed."""
     unwatched: bool = False
@@ -134,14 +133,16 @@ def _renew(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _replay(replay: Callable[..., None]) -> Callable[..., None]:
-    def counted(graph: Any) -> None:
-        note = _note(graph)
-        if note is None or note.adopting:
-            replay(graph)
-            return
-        note.replays += 1
-        if not armed() or not _watched(graph, note):
-            replay(graph)
+    def counted(graph: Any) -> None:  # an engine's hot path: no call that is not needed
+        try:
+            note = graph._ostinato_note
+        except AttributeError:  # a bound method that is called after the end of the observation
+            note = None
+        if note is not None:
+            note.replays += 1
+            if armed and _watched(graph, note):
+                return
+        replay(graph)
 
     return counted
 
@@ -159,16 +160,17 @@ _METHODS: dict[str, Callable[[Callable[..., None]], Callable[..., None]]] = {
 
 def _note(graph: Any) -> _Note | None:
     """Returns the note of a graph that was made under observation."""
-    note: _Note | None = vars(graph).get(_NOTE)
+    note: _Note | None = getattr(graph, _NOTE, None)
     return note
 
 
 def _adopt(graph: Any, note: _Note) -> Graph:
-    note.adopting = True  # a graph that draws random numbers is replayed
+    before = note.replays, note.unwatched
+    note.unwatched = True  # a graph that draws random numbers is replayed
     try:
         adopted = adopt_graph(devices.of(note.index), graph, generators=note.generators)
     finally:
-        note.adopting = False
+        note.replays, note.unwatched = before
     adopted.origin = f"captured at {note.where}"
     return adopted
 
@@ -205,7 +207,8 @@ class GraphObservation(Closeable):
         kind = torch.cuda.CUDAGraph
         if not hasattr(kind, "register_generator_state"):  # a method in C++
             raise NotAvailableError("torch is built without CUDA here, so there are no graphs")
-        self._before = {name: vars(kind).get(name) for name in _METHODS}
+        self._before = {name: vars(kind).get(name) for name in (_NOTE, *_METHODS)}
+        setattr(kind, _NOTE, None)  # of graphs that were made before
         for name, exchange in _METHODS.items():
             setattr(kind, name, exchange(getattr(kind, name)))
 
