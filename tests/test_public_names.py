@@ -221,8 +221,8 @@ def test_times_are_in_seconds() -> None:
 def test_options_are_words_and_results_are_enumerations() -> None:
     """The driver's protocol has the driver's numbers; packages built on the engine make results."""
     modules = [importlib.import_module(name) for name in (*PUBLIC, "ostinato.driver.api")]
-    public = {getattr(module, name): name for module in modules for name in module.__all__}
-    enums = [name for each, name in public.items() if isinstance(each, enum.EnumMeta)]
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    enums = [name for name, each in public.items() if isinstance(each, enum.EnumMeta)]
     assert {"NodeKind", "CaptureMode", "Reason"} <= {*enums}
     ours = re.compile(rf"\b({'|'.join(enums)})\b")
     found = [
