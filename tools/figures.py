@@ -799,6 +799,22 @@ def black_box() -> Iterable[str]:
     return _table(("graph", "box", "µs a replay", "times", "µs of the host"), cells)
 
 
+def observe() -> Iterable[str]:
+    """The table of what an observation costs programs: percent of a step."""
+    rows = results("observe-nvidia-h200.json")["rows"]
+    cells = (
+        (
+            row["program"],
+            f"{row['step_us']:,.0f}",
+            f"{row['slower_percent']:.2f} ({row['least']:.2f} to {row['most']:.2f})",
+            f"{row['closed_least']:.2f} to {row['closed_most']:.2f}",
+            f"{row['computed_percent']:.2f}",
+        )
+        for row in rows
+    )
+    return _table(("program", "µs a step", "slower, %", "closed, %", "by its replays, %"), cells)
+
+
 def node_times() -> Iterable[str]:
     """The table of times of nodes beside CUPTI's: microseconds, and how many nodes agree."""
     graphs = results("node_times-nvidia-h200.json")["summary"]["graphs"]
@@ -928,6 +944,6 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
         attention, startup, load, host, join, torch_graphed, torch_waits,
         torch_training, torch_generate, generate, weights, streams, divergences, black_box,
-        node_times, lookup, tuning,
+        observe, node_times, lookup, tuning,
     )
 }  # fmt: skip

@@ -88,19 +88,6 @@ def test_a_mark_comes_before_what_waited_for_its_node(name: str, tmp_path: Path)
         assert found["running"] == list(PLANTS[name].running)
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_kernel_that_starts_early_starts_early_after_a_mark(device: Device, every: int) -> None:
-    """What the mark's own edge is: plain, so that the node has ended when the mark begins."""
-    ground, graph = Ground(device), ost.Graph.create(device)
-    plants.early(ground, graph, (*TRAP, (ground.count, 9)))
-    twin = CrumbTwin(graph.instantiate(), every)
-    edges = twin.graph.outline().edges
-    names = [node.name for node in twin.graph.nodes()]
-    assert [names[e.target] for e in edges if e.programmatic] == ["trap", "twice", "twice"]
-    assert all(not e.programmatic for e in edges if names[e.target] == "ostinato_crumb")
-    twin.close()
-
-
 def row(ground: Ground, length: int, bad: int) -> ost.GraphExec:
     """A chain with a trap as the node of that number."""
     graph, after = ost.Graph.create(ground.device), list[ost.Node]()

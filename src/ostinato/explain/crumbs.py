@@ -6,9 +6,8 @@ filled with another value than at the start.  The host can read the words while 
 after the context is lost.
 Child graphs and bodies of conditional nodes have words of their own.
 
-A programmatic edge with a crumb on it leads from the crumb to the kernel, which may start when the
-crumb has begun: so still early, but no longer beside the node before it, and a fault that needs
-this may not come.
+An edge of a programmatic launch becomes a plain one if there is a crumb on it: a kernel then no
+longer overlaps the one before it, and a fault that needs the overlap may not come.
 """
 
 from __future__ import annotations
@@ -212,7 +211,9 @@ class CrumbTwin:
         inside: dict[int, tuple[Area, ...]] = {}
         for count, i in enumerate(order, 1):
             after = [crumbs.get(b) or made[b] for b in before[i]] or begin
-            data_of = None if all(each == _PLAIN for each in data[i]) else data[i]
+            kinds = [_PLAIN if b in crumbs else d for b, d in zip(before[i], data[i], strict=True)]
+            plain = all(kind == _PLAIN for kind in kinds)
+            data_of = None if plain else kinds
             made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
             self._made[nodes[i].handle] = made[i]
             if count % self.every == 0 or i not in followed:
