@@ -733,7 +733,7 @@ _FAULTS = (
         "a-definition-is-read-later",
         "What a definition was changed to after it was instantiated is taken for what runs.",
         "ostinato.graph.frozen:Nodes.read",
-        "self.reader.frozen(self.frozen, index, self.find, lambda _: next(inner).all())",
+        "self.reader.read(index, *content, self.find, lambda _: next(inner).all())",
         "self.reader.one(index, self.handles[index])",
         (CHANGES + "test_a_definition_that_is_changed_afterwards_does_not_show",),
     ),
