@@ -11,6 +11,7 @@ from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.interrupts import uninterrupted
+from ostinato.driver.stream import wait_for_streams
 from ostinato.errors import causes
 from ostinato.explain.black_box import armed
 from ostinato.explain.times import NotLaunched
@@ -43,5 +44,6 @@ __all__ = [
     "replace_small_fills",
     "table",
     "uninterrupted",
+    "wait_for_streams",
     "whole_number",
 ]

@@ -337,3 +337,70 @@ def test_a_tensor_that_a_helper_makes_in_a_capture_that_breaks(make: Make, how: 
         others = [torch.full((size,), 7.0, device="cuda") for _ in range(4)]
     assert len(others) == 4
     assert step.statistics().replays, step.explain()
+
+
+# -------------------------------------------------------------------- settings and generators
+
+
+@pytest.mark.parametrize("setting", ["products", "algebra"])
+def test_libraries_that_torch_prefers(make: Make, setting: str) -> None:
+    weight = torch.randn(512, 512, device="cuda")
+    prefer = torch.backends.cuda.preferred_linalg_library
+    name = "cusolver"
+    if setting == "products":
+        prefer, name = torch.backends.cuda.preferred_blas_library, "cublaslt"
+    f = lambda x: x @ weight  # noqa: E731
+    step = make(f)
+    try:
+        for number in range(8):
+            if number == 4:
+                prefer(name)
+            x = torch.randn(64, 512, device="cuda")
+            assert torch.equal(step(x), f(x)), number
+    finally:
+        prefer("default")
+    assert step.statistics().captures == 2, step.explain()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_seeds_of_recurrent_layers(make: Make, dropout: float) -> None:
+    """cuDNN draws from a state of its own, which a seed starts anew in an eager run."""
+    model = torch.nn.LSTM(16, 16, num_layers=2, dropout=dropout).cuda().train()
+    f = lambda x: model(x)[0] * 2  # noqa: E731
+    step = make(f)
+    for number in range(14):
+        x = torch.randn(4, 2, 16, device="cuda")
+        torch.manual_seed(number)
+        found = step(x)
+        torch.manual_seed(number)
+        assert torch.equal(found, f(x)), number
+    if not dropout:
+        assert step.statistics().replays == 13, step.explain()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_function_that_draws_and_forks_to_any_stream_of_torch(make: Make, waits: bool) -> None:
+    """torch has 32 streams, one of which torch would be asked to set a generator on."""
+    for number in range(33):
+        side = torch.cuda.Stream()
+
+        def f(x: Any, side: Any = side) -> Any:
+            if waits and x.sum().item() < 0:
+                x = -x
+            current = torch.cuda.current_stream()
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                y = x.sin()
+            current.wait_stream(side)
+            return y + torch.rand_like(x)
+
+        step = make(f)
+        for call in range(7 if waits else 3):
+            x = torch.rand(64, device="cuda")
+            torch.manual_seed(call)
+            found = step(x)
+            torch.manual_seed(call)
+            assert torch.equal(found, f(x)), (number, call)
+            assert torch.initial_seed() == call == torch.cuda.initial_seed()
+        assert step.statistics().replays, step.explain()
+        step.close()

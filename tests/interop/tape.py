@@ -286,7 +286,7 @@ class OnTape(OnCpu):
         return result, WaitsForDevice(mode.why) if mode.why else None
 
     def differentiable(self, function: Any, state: Any) -> Any:
-        return _Synchronised(self.capture, function, state)
+        return _Synchronised(self.capture, function, state, self._plans_ended)
 
     def buffer(self, tensor: Any, shape: Any) -> Any:
         made = super().buffer(tensor, shape)

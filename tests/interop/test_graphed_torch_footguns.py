@@ -632,6 +632,7 @@ def settings() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch._C._set_sdp_priority_order(order)
     backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+    torch._C._set_sm_carveout_experimental(None)
     for (each, name), value in zip(held, before, strict=True):
         setattr(each, name, value)
 
@@ -649,6 +650,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "sums of attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
     "an order of kernels": lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
     "the fast way of encoders": set_to(torch.backends.mha, "_is_fastpath_enabled", False),
+    "processors that products leave free": lambda: torch._C._set_sm_carveout_experimental(8),
 }
 SETTINGS |= {name: set_to(held, name, v) for held, name, v in NEWER if hasattr(held, name)}
 

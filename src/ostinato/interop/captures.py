@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -151,6 +152,20 @@ def _status(error: BaseException) -> int | None:
 def kernels_of(nodes: Iterable[Node]) -> list[Node]:
     """Returns the nodes that launch kernels, also inside of other nodes."""
     return [node for node in every_node(nodes) if node.kind is NodeKind.KERNEL]
+
+
+def clear_caches(made_in_capture: Callable[[object], bool]) -> None:
+    """Clears each `functools.lru_cache` that holds a value made in a capture.
+
+    Its memory is that of graphs, also of earlier ones, which write it in each replay; and no kernel
+    has computed it yet, for ever if the capture broke."""
+    for cache in [*living_objects(type(lru_cache(len)))]:
+        values = gc.get_referents(cache)
+        for each in [*values]:
+            if type(each) is dict:  # of a cache without a limit
+                values += each.values()
+        if any(map(made_in_capture, values)):
+            cache.cache_clear()
 
 
 def keep_programs(read: Iterable[tuple[Graph, Iterable[Node]]]) -> None:

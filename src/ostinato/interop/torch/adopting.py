@@ -3,19 +3,23 @@
 A graph that draws random numbers reads the seed and the offset of each generator from two words of
 device memory.  torch writes them before each of its own replays, and advances the generator by what
 the whole graph draws (ATen's `CUDAGeneratorState::replay_prologue`).  An executable of ostinato
-does the same (`Graph.before_launch`).  torch does not expose how much a graph draws, and from which
-generator: both are measured once, when the graph is adopted, by a replay of torch's in which every
-node is switched off.
+does the same (`Graph.before_launch`), in words of its own: up to 2.12, torch has one pair for all
+graphs of a generator, which it also writes when any capture begins, each time on the stream of the
+moment, while a graph under way on another stream still reads them.  torch does not expose how much
+a graph draws, and from which generator: both are measured once, when the graph is adopted, by a
+replay of torch's in which every node is switched off.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from ostinato import (
     Buffer,
@@ -33,7 +37,7 @@ from ostinato.errors import GraphError, InputError, NotAvailableError
 from ostinato.explain import KnownMemory, add_memory_source
 from ostinato.interop.reading.library import cuda_index
 from ostinato.interop.reading.moves import NAMES
-from ostinato.lowlevel import every_node, new_lock
+from ostinato.lowlevel import every_node, new_lock, wait_for_streams
 
 try:
     import torch
@@ -57,7 +61,8 @@ def adopt_graph(
     replay would draw, from the device's default generator and from those of `generators`: pass the
     generators that were registered with the graph.  Such a graph cannot be part of another one.  If
     it draws from a generator that was not given, or holds nodes that cannot be switched off, it can
-    be read and compared, but not instantiated (GraphError).
+    be read and compared, but not instantiated (GraphError).  Its launches run one after the other,
+    and beside those of other graphs; what is returned is a copy of torch's definition.
 
     Not guaranteed: that another thread which draws eagerly from the same generator at the same
     moment draws other numbers; torch locks the generator against that, and Python cannot.
@@ -68,7 +73,7 @@ def adopt_graph(
     if found:
         places = {place for _, place in found}
         try:
-            adopted.before_launch = _measure(device, graph, nodes, places, generators)
+            return _apart(device, adopted, _measure(device, graph, nodes, places, generators))
         except GraphError as error:
             node = found[0][0]
             adopted.only_to_read = (
@@ -250,21 +255,61 @@ class _Drawn:
 
 
 class _Advance:
-    """A callable that advances the generators before a launch, as torch does before its replay."""
+    """A callable that advances the generators before a launch, as torch does before its replay.
 
-    def __init__(self, device: Device, drawn: Sequence[_Drawn]) -> None:
-        self._drawn = tuple(drawn)
+    `words`: the seed and the offset of each generator, which the graph reads."""
+
+    def __init__(self, device: Device, drawn: Sequence[_Drawn], words: Buffer) -> None:
+        self._drawn, self._words = tuple(drawn), words
         self._kernel = device.modules.get_or_compile(_SOURCE, "set_generator")
+        self._last: Stream | None = None
 
     def __call__(self, stream: Stream) -> None:
-        for drawn in self._drawn:
+        last, self._last = self._last, stream
+        if last is not None and last is not stream:  # a launch there may still read the words
+            wait_for_streams(stream, [last])
+        for index, drawn in enumerate(self._drawn):
             generator = drawn.generator
             with _lock:
                 offset = generator.get_offset()
                 generator.set_offset(offset + drawn.increment)
-            seed = generator.initial_seed()
-            for where in drawn.places:
-                launch(stream, self._kernel, _ONE, *where, seed, offset)
+            seed, place = generator.initial_seed(), self._words.address + 2 * _WORD * index
+            launch(stream, self._kernel, _ONE, place, place + _WORD, seed, offset)
+
+
+def _apart(device: Device, adopted: Graph, drawn: Sequence[_Drawn]) -> Graph:
+    """Returns a copy of an adopted graph that reads the states of generators from its own words.
+
+    torch's definition stays as it is, for torch's own replays."""
+    words = device.zeros((len(drawn), 2), "u64", name="the state of a generator")
+    moved: dict[int, int] = {}
+    for index, one in enumerate(drawn):
+        place = words.address + 2 * _WORD * index
+        for seed, offset in one.places:
+            moved |= {seed: place, offset: place + _WORD}
+    copy = adopted.clone()
+    point_elsewhere(copy, moved)
+    graph = Graph.adopt(device, int(copy.handle), owner=(adopted.owner, copy))
+    graph.keep.append(words)
+    graph.before_launch = _Advance(device, drawn, words)
+    return graph
+
+
+def point_elsewhere(graph: Graph, moved: Mapping[int, int]) -> None:
+    """Replaces addresses in the kernel arguments and the copies of a graph."""
+    driver, old = graph.context.driver, np.array([*moved], np.uint64)
+    for node in graph.nodes():
+        if node.kind is NodeKind.KERNEL:
+            data = node.kernel.arguments.data
+            whole = len(data) // _WORD * _WORD
+            words = np.frombuffer(data[:whole], "<u8").copy()
+            for at in np.flatnonzero(np.isin(words, old)):
+                words[at] = moved[int(words[at])]
+            if words.tobytes() != data[:whole]:
+                changed = node.kernel.with_data(words.tobytes() + data[whole:])
+                driver.node_set_params(node.handle, changed)
+        elif node.kind is NodeKind.MEMCPY and node.memcpy.src in moved:
+            driver.node_set_params(node.handle, replace(node.memcpy, src=moved[node.memcpy.src]))
 
 
 def _measure(
@@ -273,7 +318,7 @@ def _measure(
     nodes: tuple[Node, ...],
     places: Collection[tuple[int, int]],
     generators: Sequence[torch.Generator],
-) -> _Advance:
+) -> list[_Drawn]:
     """Measures how much a graph draws, and from which generators.
 
     torch replays it with every node switched off, from known seeds: nothing is computed, the seeds
@@ -300,6 +345,7 @@ def _measure(
         if node.kind in switches:
             driver.exec_set_enabled(executable, node.handle, False)
     seeds = {seed: torch.as_tensor(_Words(seed), device="cuda") for seed, _ in places}
+    torch.cuda.synchronize(index)  # torch's graphs under way read the same words
     with _lock:
         saved = [state.get_state() for state in states]
         contents = {seed: words.clone() for seed, words in seeds.items()}
@@ -328,13 +374,9 @@ def _measure(
                 "to graphed, and register it with the graph before the capture"
             )
         found.setdefault(number, []).append((seed, offset))
-    return _Advance(
-        device,
-        [
-            _Drawn(states[number], tuple(where), increments[number])
-            for number, where in found.items()
-        ],
-    )
+    return [
+        _Drawn(states[number], tuple(where), increments[number]) for number, where in found.items()
+    ]
 
 
 class _Words:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from ostinato.interop.reading.library import (
     NotGraphable,
     WaitsForDevice,
 )
+from ostinato.interop.torch import workspaces
 from ostinato.interop.torch.adopting import adopt_graph, drawing
-from ostinato.interop.torch.plans import transforms, watch
+from ostinato.interop.torch.plans import FULL, ended, transforms, watch
+from ostinato.interop.torch.workspaces import begin_pool, unseen_by_modes
 from ostinato.lowlevel import causes, every_node
 from ostinato.settings import blocking_captures
 
@@ -34,14 +37,17 @@ one_at_a_time = threading.RLock()
 """Held during a capture: torch cannot make two at a time, and what is changed for one (garbage
 collection, the answer to transformers) is changed for the whole process."""
 
-_begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-
-_BY_MAGMA = "_cholesky_solve_helper", "cholesky_inverse"
-"""Operations that torch computes with MAGMA, if they are given several matrices."""
-
-_workspaces: dict[tuple[int, int], Any] = {}
-"""For each device and stream of captures a pool that holds cuBLAS's workspaces alone.  Pools stay
-for ever: the driver may give the handle of a closed stream to a new one."""
+_MAGMA = "of several matrices, for which MAGMA allocates memory"
+_REFUSED: dict[str, tuple[Callable[[Sequence[Any]], bool], str]] = {
+    "_cholesky_solve_helper": (lambda args: args[0].shape[:-2].numel() != 1, _MAGMA),
+    "cholesky_inverse": (lambda args: args[0].shape[:-2].numel() != 1, _MAGMA),
+    "_cudnn_rnn": (
+        lambda args: args[11] and args[12],
+        "with dropout, whose random numbers cuDNN draws from a state that a seed starts anew, "
+        "which no replay would do",
+    ),
+}
+"""Operations that no capture may hold, with the arguments for which that is so, and why."""
 
 _idle_lock = threading.Lock()
 
@@ -51,6 +57,8 @@ _idle: weakref.WeakKeyDictionary[Any, list[_Side]] = weakref.WeakKeyDictionary()
 NOT_REGISTERED = "generator not in capture mode"
 """Part of torch's error for random numbers in a capture that is not its own."""
 
+
+_leaves: Any = torch.utils._pytree.tree_leaves
 
 _NO_SEED = 0x6E6F_2073_6565_6421
 """A seed that no user gives a generator."""
@@ -115,7 +123,11 @@ class Captures:
         """Kinds of operations that wait, found when they broke a capture (`waits.py`)."""
         self.plans: int | None = None
         """The count of ended plans of cuFFT (`plans.py`) at the first graph that uses some."""
-        self.by_torch = bool(generators) or _begin_pool is None
+        self._multiplies = False
+        """True if a graph uses a workspace of cuBLAS."""
+        self._differentiates = False
+        """True if autograd has worked, or will, on the side stream."""
+        self.by_torch = bool(generators) or begin_pool is None
         """True if torch captures, because ostinato cannot capture the function (`_capture_here`),
         or because this torch lets no other code use its pools."""
 
@@ -148,37 +160,24 @@ class Captures:
             self._sides.append(side)
         return side.theirs, side.ours
 
+    @cached_property
+    def outside(self) -> Any:
+        """A stream that never captures, where torch lets a generator be set during a capture.  Not
+        one of torch's 32, to any of which a function may fork."""
+        self._outside = self.device.create_stream()
+        return torch.cuda.ExternalStream(self._outside.handle, device=self.index)
+
     def own_workspaces(self) -> None:
-        """Makes cuBLAS's workspaces for the side stream in a pool that holds nothing else.
+        """Makes cuBLAS's workspaces for the side stream (`workspaces.py`).  Called before each
+        warm-up and each capture."""
+        workspaces.make(self.index, self.beside()[0], engine=self._differentiates)
 
-        A graph holds their addresses, and torch frees them on its own terms: all of them before a
-        capture of `torch.compile(mode="reduce-overhead")`, those of a stream with a graph captured
-        there, those of a thread with the thread (pytorch/pytorch#193402, #192061).  In this pool no
-        other work gets freed memory.  Called before each warm-up and each capture; a workspace
-        belongs to a thread, so autograd's has its own.  Not covered: workspaces of other streams
-        that a captured function uses."""
-        if _begin_pool is None:
-            return
-        side, stream = self.beside()
-        pool = _workspaces.setdefault((self.index, stream.handle), torch.cuda.graph_pool_handle())
-
-        def multiply() -> None:
-            square = torch.zeros(16, 16, device=f"cuda:{self.index}")
-            into = torch.empty_like(square)
-            _begin_pool(self.index, pool)
-            try:
-                torch.mm(square, square, out=into)
-                torch.addmm(square[0], square, square, out=into)  # by cuBLASLt
-            finally:
-                torch._C._cuda_endAllocateToPool(self.index, pool)
-
-        differentiates = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        # The errors: where torch allows deterministic operations alone, and of other allocators.
-        allowed = suppress(RuntimeError, UserWarning)
-        with allowed, torch.cuda.stream(side), _unseen_by_modes():
-            multiply()
-            if differentiates:
-                _on_the_engine(multiply, self.index)
+    def _begin_backward(self) -> None:
+        """Called before a backward on the side stream: autograd's thread has a workspace of its
+        own, which must be there before the thread multiplies."""
+        if not self._differentiates:
+            self._differentiates = True
+            self.own_workspaces()
 
     def note_unseen(self) -> None:
         """Notes whether the next capture may miss work on the legacy default stream."""
@@ -189,7 +188,7 @@ class Captures:
         its library would raise.  cuSOLVER has a CUDA runtime of its own, with errors of its own,
         and no text names it if the captured function has caught the error."""
         like = {"device": f"cuda:{self.index}"}
-        with torch.cuda.stream(self.beside()[0]), _unseen_by_modes():
+        with torch.cuda.stream(self.beside()[0]), unseen_by_modes():
             with suppress(RuntimeError):
                 torch.zeros(1, **like)
             if "cusolver" in error.lower() or "previous error during capture" in error:
@@ -202,8 +201,14 @@ class Captures:
         (side, _), current = self.beside(), torch.cuda.current_stream(self.index)
         side.wait_stream(current)
         try:
-            with torch.cuda.stream(side), _no_warning_of_streams():
+            with (
+                torch.cuda.stream(side),
+                _no_warning_of_streams(),
+                noted_backward(self._begin_backward),
+            ):
                 result = work()
+                if torch.is_grad_enabled() and any(map(_learns, _leaves(result))):
+                    self._begin_backward()  # the caller's, to come
         finally:
             current.wait_stream(side)
         hand_over(result, current)
@@ -211,7 +216,7 @@ class Captures:
 
     def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
         """Implements `Library.capture`."""
-        with one_at_a_time, torch.cuda.device(self.index), without_magma():
+        with one_at_a_time, torch.cuda.device(self.index), only_capturable():
             made = self._captured(work, hidden=True)
             if made.error and made.asked and made.kind in (NotGraphable, WaitsForDevice):
                 made = self._captured(work, hidden=False)
@@ -234,24 +239,82 @@ class Captures:
             with events.following():
                 return work(stream)
 
+        plans, pool = watch(), self.pool
         with hidden_capture(hidden) as asked:
             made = None if self.by_torch else self._capture_here(followed)
             if made is None:
                 self.by_torch = True
+                self.clear_caches(pool)
                 made = self._capture_by_torch(followed)
+        self.clear_caches(pool)
         made.asked = bool(asked)
         if made.graph is not None:
             made.error = events.missing_in(made.graph)
-            self.finished([made.graph])
+            made.error = made.error or self.finished([made.graph], plans, events)
             made.graph = None if made.error else made.graph
         return made
 
-    def finished(self, graphs: Sequence[Graph]) -> None:
-        """Notes of graphs that are whole which code and plans they use."""
+    def clear_caches(self, pool: Any) -> None:
+        """Clears caches of functions with tensors in a pool of captures."""
+        ranges: list[MemoryRange] | None = None
+
+        def within(value: object) -> bool:
+            nonlocal ranges
+            if not isinstance(value, torch.Tensor | tuple | list | dict):
+                return False
+            tensors = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+            for tensor in tensors:
+                if not tensor.is_cuda or tensor.layout is not torch.strided:
+                    continue
+                if ranges is None:
+                    segments = torch.cuda.memory_snapshot()
+                    segments = [s for s in segments if s.get("segment_pool_id") == pool]
+                    ranges = [MemoryRange(s["address"], s["total_size"]) for s in segments]
+                if any(memory.holds(tensor.data_ptr()) for memory in ranges):
+                    return True
+            return False
+
+        captures.clear_caches(within)
+
+    def finished(self, graphs: Sequence[Graph], plans: int, events: FollowedEvents) -> str:
+        """Notes of graphs that are whole which code, plans and workspaces they use.  Returns the
+        reason why they cannot be replayed; empty if they can.
+
+        `plans`: the count of ended plans before the captures; `events`: those of the captures."""
         read = [(graph, graph.nodes()) for graph in graphs]
         keep_programs(read)
-        if self.plans is None and any(transforms(nodes) for _, nodes in read):
-            self.plans = watch()
+        if any(transforms(nodes) for _, nodes in read):
+            since = ended(self.index, plans)
+            if since > 0:
+                return (
+                    "plans of cuFFT end while it runs, which its graph would use: it clears "
+                    "torch.backends.cuda.cufft_plan_cache, or makes it smaller"
+                )
+            self.plans = watch() if self.plans is None else self.plans
+            if since < 0:
+                return FULL
+        uses = workspaces.used(self.index, [node for _, nodes in read for node in nodes])
+        if uses.others:
+            line = f" at {events.forked}" if events.forked else ""
+            return (
+                f"it multiplies on a stream or in a thread of its own{line}, with a workspace of "
+                "cuBLAS that torch may free, and replays would write memory of others then; "
+                "multiply on the stream that is current in the call"
+            )
+        self._multiplies |= uses.own
+        self._give_back()
+        return ""
+
+    def _give_back(self) -> None:
+        """Lets other functions have the side stream, if no graph of this one uses its workspaces:
+        functions without products share one.  Nodes of autograd remember a stream."""
+        side = self._side
+        if side is not None and not (self._multiplies or self._differentiates):
+            self._side = None
+            self._sides.remove(side)
+            side.owners = weakref.WeakSet()
+            with _idle_lock:
+                _idle[self.device.context].append(side)
 
     @contextmanager
     def apart(self, pool: OwnPool) -> Iterator[None]:
@@ -268,7 +331,7 @@ class Captures:
     def open_pool(self) -> None:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-            if _begin_pool is None:
+            if begin_pool is None:
                 self._keeper = self._trivial(self.pool)
             else:
                 self._keeper = Kept()
@@ -295,7 +358,7 @@ class Captures:
     @contextmanager
     def allocating(self, owner: object) -> Iterator[None]:
         """Makes this thread's tensors come out of the pool, which lives as long as the owner."""
-        _begin_pool(self.index, self.pool)
+        begin_pool(self.index, self.pool)
         release = weakref.finalize(owner, torch._C._cuda_releasePool, self.index, self.pool)
         release.atexit = False
         try:
@@ -346,6 +409,7 @@ class Captures:
 
         torch counts the graphs of a pool a second time, for pinned memory of the host, and not
         those that others captured: one of its own graphs keeps the pool there too."""
+        _ = self.outside  # a stream is made before the capture, not in it
         if type(self._keeper) is Kept:
             self._keeper = self._keeper, self._trivial(self.pool)
         graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -363,11 +427,10 @@ class Captures:
         owner = self.new_graph()
         side.wait_stream(current)
         made = _Made()
-        beside = torch.cuda.Stream(self.index)
         with torch.cuda.stream(side), undisturbed():
             try:
                 self.begin_by_torch(owner)
-                with self.unseeded(beside):
+                with self.unseeded():
                     made.result = work(stream)
             except Exception as raised:
                 broken = stream.capture_info().status.name == "INVALIDATED"
@@ -393,14 +456,12 @@ class Captures:
         return made
 
     @contextmanager
-    def unseeded(self, beside: Any) -> Iterator[None]:
+    def unseeded(self) -> Iterator[None]:
         """Gives the generators, during a capture, a seed that no user gives them.  In a capture
         torch ignores `manual_seed` with the seed that a generator has, and refuses any other one;
-        no graph holds a seed.  Other threads cannot draw meanwhile.
-
-        `beside`: a stream that does not capture, on which torch lets a generator be set."""
+        no graph holds a seed.  Other threads cannot draw meanwhile."""
         generators = [torch.cuda.default_generators[self.index], *self.generators]
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(self.outside):
             # Other generators of the same states: cuDNN starts over with one that gets a seed.
             states = [generator.graphsafe_get_state() for generator in generators]
             saved = [state.get_state() for state in states]
@@ -409,7 +470,7 @@ class Captures:
         try:
             yield
         finally:
-            with torch.cuda.stream(beside):
+            with torch.cuda.stream(self.outside):
                 for state, before in zip(states, saved, strict=True):
                     if state.initial_seed() == _NO_SEED:  # else another thread has set a seed
                         state.set_state(before)
@@ -443,7 +504,7 @@ class Captures:
 
     def _trivial(self, pool: Any) -> Any:
         """Captures a graph of one small operation into a pool."""
-        with torch.cuda.stream(self.beside()[0]), _unseen_by_modes():
+        with torch.cuda.stream(self.beside()[0]), unseen_by_modes():
             nothing = torch.zeros(1, device=f"cuda:{self.index}")
             owner = self.new_graph()
             owner.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -452,41 +513,17 @@ class Captures:
         return owner
 
 
-def _on_the_engine(work: Callable[[], None], index: int) -> None:
-    """Runs work in autograd's thread for a device, on the current stream."""
-
-    class _Engine(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                work()
-            return gradient
-
-    with torch.enable_grad():
-        x = torch.zeros(1, device=f"cuda:{index}", requires_grad=True)
-        torch.autograd.grad(_Engine.apply(x).sum(), x)
-
-
 @contextmanager
-def _unseen_by_modes() -> Iterator[None]:
-    """No mode of the caller sees the operations of the block."""
-    with torch._C._DisableTorchDispatch(), torch.no_grad(), torch._C._DisableAutocast():
-        yield
-
-
-@contextmanager
-def without_magma(key: str = "CUDA", capturing: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Lets the operations that torch computes with MAGMA raise an error while the current stream
+def only_capturable(
+    key: str = "CUDA", capturing: Callable[[], bool] | None = None
+) -> Iterator[None]:
+    """Lets operations that no capture may hold (`_REFUSED`) raise an error while the current stream
     captures.
 
-    MAGMA allocates memory of the device for them, which a capture forbids, and ends the process
-    then (`magma_queue::setup_ptrArray`, torch 2.11).  Versions of torch without `get_kernel` are
-    left as they are.  `key`: the dispatch key of the operations.  `capturing`: by default, what
-    torch says of the current stream."""
+    MAGMA allocates memory of the device, which a capture forbids, and ends the process then
+    (`magma_queue::setup_ptrArray`, torch 2.11).  Versions of torch without `get_kernel` are left as
+    they are.  `key`: the dispatch key of the operations.  `capturing`: by default, what torch says
+    of the current stream."""
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
         yield
@@ -494,17 +531,20 @@ def without_magma(key: str = "CUDA", capturing: Callable[[], bool] | None = None
     captures_now = capturing or torch.cuda.is_current_stream_capturing
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name in _BY_MAGMA:
+        for name, (forbidden, why) in _REFUSED.items():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
                 continue
             kernel = get_kernel(f"aten::{name}", key)
 
-            def refusing(keys: Any, *args: Any, kernel: Any = kernel, name: str = name) -> Any:
-                if captures_now() and args[0].shape[:-2].numel() != 1:
-                    raise RuntimeError(
-                        f"operation not permitted when stream is capturing: aten::{name} of several"
-                        " matrices, for which MAGMA allocates memory"
-                    )
+            def refusing(
+                keys: Any,
+                *args: Any,
+                kernel: Any = kernel,
+                forbidden: Callable[[Sequence[Any]], bool] = forbidden,
+                what: str = f"aten::{name} {why}",
+            ) -> Any:
+                if captures_now() and forbidden(args):
+                    raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
                 return kernel.call_boxed(keys, *args)
 
             with warnings.catch_warnings():  # torch warns once that a kernel is replaced
@@ -516,18 +556,24 @@ def without_magma(key: str = "CUDA", capturing: Callable[[], bool] | None = None
 
 
 class _NotedEngine:
-    """An engine of autograd that calls a function before each backward of one thread."""
+    """An engine of autograd that calls functions before each backward of their threads."""
 
-    def __init__(self, engine: Any, note: Callable[[], None]) -> None:
-        self._engine, self._note, self._thread = engine, note, threading.get_ident()
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.notes: list[tuple[int, Callable[[], None]]] = []
+        """Threads, each with a function."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self.engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == self._thread:
-            self._note()
-        return self._engine.run_backward(*args, **kwargs)
+        for thread, note in [*self.notes]:
+            if threading.get_ident() == thread:
+                note()
+        return self.engine.run_backward(*args, **kwargs)
+
+
+_engine_lock = threading.Lock()
 
 
 @contextmanager
@@ -537,12 +583,19 @@ def noted_backward(note: Callable[[], None]) -> Iterator[None]:
     Autograd runs a backward in a thread of its own.  `Captures.allocating` gives memory of the pool
     to one thread alone; torch's own captures give it to all threads that work in the capture."""
     variable: Any = torch.autograd.Variable
-    engine = variable._execution_engine
-    variable._execution_engine = _NotedEngine(engine, note)
+    noted = threading.get_ident(), note
+    with _engine_lock:
+        if type(variable._execution_engine) is not _NotedEngine:
+            variable._execution_engine = _NotedEngine(variable._execution_engine)
+        engine = variable._execution_engine
+        engine.notes.append(noted)
     try:
         yield
     finally:
-        variable._execution_engine = engine
+        with _engine_lock:
+            engine.notes.remove(noted)
+            if not engine.notes and variable._execution_engine is engine:
+                variable._execution_engine = engine.engine
 
 
 @contextmanager
@@ -562,9 +615,13 @@ def _no_warning_of_streams() -> Iterator[None]:
 
 def hand_over(result: Any, stream: Any) -> None:
     """Tells torch's allocator that a stream uses the tensors of a result from here on."""
-    for leaf in torch.utils._pytree.tree_leaves(result):
+    for leaf in _leaves(result):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             leaf.record_stream(stream)
+
+
+def _learns(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
 def _kind(error: BaseException) -> type[NotGraphable]:
@@ -651,6 +708,8 @@ class FollowedEvents:
         """Streams that were made to wait for others, and that no stream has waited for since, with
         the lines."""
         self._waited_in_vain = ""
+        self.forked = ""
+        """The line at which another stream first waited for the captured one."""
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -680,6 +739,7 @@ class FollowedEvents:
                     self._forks.pop(found.stream, None)
                     if waits != captured:
                         self._forks[waits] = line_outside_torch()
+                        self.forked = self.forked or self._forks[waits]
             wait(event, stream)
 
         kind.record, kind.wait = noted_record, noted_wait

@@ -22,6 +22,7 @@ from ostinato import Graph, GraphExec, MemoryRange, Stream
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.slots import points_at, words_of_nodes
 from ostinato.interop.torch.capturing import replaced_here
+from ostinato.interop.torch.plans import transforms
 
 _tree_map: Any = torch.utils._pytree.tree_map
 
@@ -29,8 +30,8 @@ _tree_map: Any = torch.utils._pytree.tree_map
 class _Pass:
     """One replay, until its backward has run."""
 
-    def __init__(self, number: int, versions: list[int]) -> None:
-        self.number, self.versions = number, versions
+    def __init__(self, number: int, versions: list[int], ends: int) -> None:
+        self.number, self.versions, self.ends = number, versions, ends
 
 
 class Backward:
@@ -39,7 +40,8 @@ class Backward:
     `outputs`: indices of the results that have gradients, whose gradients are written into
     `buffers`.  `leaves`: indices of the arguments that get gradients, before the `weights`, which
     get them too.  `gradients`: theirs after a launch, None for those without.  `reads`: the weights
-    and other tensors whose memory the graph reads.  `kept`: what must live with it."""
+    and other tensors whose memory the graph reads.  `kept`: what must live with it.  `ends`: counts
+    how often plans of cuFFT that the graph uses may have ended."""
 
     def __init__(
         self,
@@ -51,10 +53,11 @@ class Backward:
         gradients: Sequence[Any],
         reads: Sequence[Any],
         kept: object,
+        ends: Callable[[], int],
     ) -> None:
         self._executable, self._outputs, self._buffers = executable, outputs, [*buffers]
         self._leaves, self._weights, self._gradients = leaves, weights, gradients
-        self._reads, self._kept = reads, kept
+        self._reads, self._kept, self._ends = reads, kept, ends
         self._lock: Any = None
         self._take: Callable[[], Stream] | None = None
         self._number = 0
@@ -74,7 +77,7 @@ class Backward:
     def attach(self, results: Sequence[Any]) -> list[Any]:
         """Returns the results of a replay as results of autograd."""
         self._number += 1
-        made = _Pass(self._number, [tensor._version for tensor in self._reads])
+        made = _Pass(self._number, [tensor._version for tensor in self._reads], self._ends())
         self._pass = weakref.ref(made)
         found, targets = [*results], [*self._given, *self._weights]
         self._given = []
@@ -85,8 +88,8 @@ class Backward:
 
     def run(self, made: _Pass, gradients: Sequence[Any]) -> list[Any]:
         """Returns the gradients of the arguments and weights.  Raises RuntimeError, as torch does,
-        if the memory of the call was used again, or a tensor that the backward needs was
-        written."""
+        if the memory of the call was used again, or a tensor that the backward needs was written;
+        or if a plan that it needs has ended."""
         if made.number != self._number:
             raise RuntimeError(
                 "a second backward of a replay whose memory a later call has used: its first "
@@ -96,6 +99,12 @@ class Backward:
             raise RuntimeError(
                 "a tensor that the backward of a replay needs was modified in place after the "
                 "call, an optimiser's step before the backward, say"
+            )
+        if self._ends() != made.ends:
+            raise RuntimeError(
+                "plans of cuFFT that the backward of a replay needs may have ended since the call: "
+                "torch.backends.cuda.cufft_plan_cache was cleared, made smaller or filled; call "
+                "the function again"
             )
         assert self._take is not None
         with self._lock, torch.no_grad():
@@ -185,12 +194,18 @@ Capturer: TypeAlias = Callable[[Callable[[Stream], Any]], tuple[Graph, Any]]
 
 class Differentiated:
     """Implements `Differentiable`.  `capture` captures into memory of its own: what the backward
-    needs lies there from one launch to the next, and graphs of another pool would write it."""
+    needs lies there from one launch to the next, and graphs of another pool would write it.
+    `ends`: counts how often plans of cuFFT may have ended."""
 
     def __init__(
-        self, capture: Capturer, function: Callable[..., Any], state: Sequence[Any]
+        self,
+        capture: Capturer,
+        function: Callable[..., Any],
+        state: Sequence[Any],
+        ends: Callable[[], int],
     ) -> None:
         self.capture, self._function, self._state = capture, function, state
+        self._ends = ends
         self._weights = [*{id(one): one for one in state if one.requires_grad}.values()]
         self._aliases = Aliases(self._weights)
         self._attached: dict[int, tuple[Any, Any]] = {}
@@ -228,11 +243,13 @@ class Differentiated:
                 if gradients[index] is not None:
                     raise NotGraphable("some of the code that uses a weight is hidden from torch")
                 gradients[index] = gradient
-        words = words_of_nodes(graph.nodes())
+        nodes = graph.nodes()
+        words = words_of_nodes(nodes)
+        ends = self._ends if transforms(nodes) else int
         reads = [one for one in self._state if points_at(words, memory_of(one))]
         kept = results, inputs, self._aliases, owner
         run = graph.instantiate()
-        return Backward(run, indices, buffers, leaves, weights, gradients, reads, kept)
+        return Backward(run, indices, buffers, leaves, weights, gradients, reads, kept, ends)
 
 
 def memory_of(tensor: torch.Tensor) -> MemoryRange:

@@ -71,6 +71,9 @@ _settings = _getters(
     "cudnn_sdp_enabled",
     "cudnn_depthwise_kernel",
     "cublaslt_prefer_grouped_gemm",
+    "blas_preferred_backend",
+    "linalg_preferred_backend",
+    "sm_carveout_experimental",
 )
 """Further settings that decide which kernels run."""
 _orders = _getters("sdp_priority_order")
@@ -383,7 +386,7 @@ class Torch:
     without_gradient = staticmethod(torch.Tensor.detach)
 
     def differentiable(self, function: Callable[..., Any], state: Sequence[Any]) -> Differentiated:
-        return Differentiated(self._captured_apart(), function, state)
+        return Differentiated(self._captured_apart(), function, state, self._plans_ended)
 
     def _captured_apart(self) -> Capturer:
         """Returns a function that captures into one pool of its own."""

@@ -18,6 +18,12 @@ _NAMES = re.compile(r"fft|bluestein|radix\d", re.IGNORECASE)
 """Names of cuFFT's kernels (CUDA 12 and 13): `vector_fft`, `regular_bluestein_fft`,
 `dpRadix0016A::kernel1Mem`."""
 
+FULL = (
+    "torch's cache of cuFFT's plans is full, and ends plans that graphs use; raise "
+    "torch.backends.cuda.cufft_plan_cache.max_size"
+)
+"""The reason why no graph with transforms is replayed while the cache is full."""
+
 _ends = 0
 """The number of times at which plans may have ended since `watch`."""
 _watched = False
@@ -60,8 +66,5 @@ def ended(index: int, since: int) -> int:
 def require_room(ends: int) -> int:
     """Returns what `ended` has returned.  Raises NotGraphable if the cache is full."""
     if ends < 0:
-        raise NotGraphable(
-            "torch's cache of cuFFT's plans is full, and ends plans that graphs use; raise "
-            "torch.backends.cuda.cufft_plan_cache.max_size"
-        )
+        raise NotGraphable(FULL)
     return ends

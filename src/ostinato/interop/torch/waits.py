@@ -56,10 +56,11 @@ from ostinato.interop.torch.capturing import (
     line_outside_torch,
     noted_backward,
     one_at_a_time,
+    only_capturable,
     out_of_memory,
     undisturbed,
-    without_magma,
 )
+from ostinato.interop.torch.plans import watch
 from ostinato.interop.torch.watching import stateful
 
 _aten = torch.ops.aten
@@ -852,9 +853,8 @@ class _ByTorch(_Capture):
         super().__init__(captures)
         self._graph = captures.new_graph()
         self._open = ExitStack()
-        beside = torch.cuda.Stream(captures.index)
         captures.begin_by_torch(self._graph)
-        self._open.enter_context(captures.unseeded(beside))
+        self._open.enter_context(captures.unseeded())
 
     def end(self) -> Graph | None:
         if self.active() and not self.position():
@@ -871,8 +871,10 @@ class _ByTorch(_Capture):
         return graph
 
     def abort(self) -> None:
-        self._open.close()
-        ended = self._captures.end(self._graph)
+        try:
+            self._open.close()
+        finally:
+            ended = self._captures.end(self._graph)
         if ended is not None:
             raise ended
 
@@ -881,8 +883,7 @@ class _Captor:
     """Captures on the side stream of captures (`Captor`)."""
 
     def __init__(self, captures: Captures, parts: ChainBuilder) -> None:
-        self._captures, self._parts = captures, parts
-        self._beside = torch.cuda.Stream(captures.index)
+        self._captures, self._parts, self._outside = captures, parts, captures.outside
         self.relaxed = captures.device.context.relaxed
         self.settle = captures.settle
         self.graphs: list[Graph] = []
@@ -900,9 +901,9 @@ class _Captor:
         self._parts.submitted(graph, self._captures.beside()[1])
 
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self.relaxed(), torch.cuda.stream(self._beside):
+        with self.relaxed(), torch.cuda.stream(self._outside):
             made = make()
-            self._beside.synchronize()
+            self._outside.synchronize()
         self.kept.append(made)
         return made
 
@@ -914,10 +915,11 @@ def run_chain(
     parts: ChainBuilder,
 ) -> tuple[Any, NotGraphable | None]:
     """Implements `Library.chain`."""
-    with one_at_a_time, torch.cuda.device(captures.index), without_magma():
+    with one_at_a_time, torch.cuda.device(captures.index), only_capturable():
         captures.open_pool()
         captures.own_workspaces()
         side, stream = captures.beside()
+        plans, pool = watch(), captures.pool
         captures.note_unseen()
         current = torch.cuda.current_stream(captures.index)
         captor = _Captor(captures, parts)
@@ -945,8 +947,10 @@ def run_chain(
                 result = mode.run(lambda: work(stream))
         finally:
             current.wait_stream(side)
+        captures.clear_caches(pool)
         why: NotGraphable | None = None
         missing = events.missing_in(*captor.graphs)
+        missing = missing or captures.finished(captor.graphs, plans, events)
         if compiled:
             missing = f"torch.compile has made what {compiled[0]} calls, which runs otherwise here"
         if missing:
@@ -955,7 +959,6 @@ def run_chain(
             why = WaitsForDevice(mode.why)
         if why is not None:
             hand_over(result, current)
-        captures.finished(captor.graphs)
         for graph in captor.graphs:
             graph.keep.append(captor.kept)
         return result, why

@@ -1,0 +1,140 @@
+"""cuBLAS's workspaces.  torch keeps one for each stream and thread.
+
+A graph holds their addresses, and torch frees them on its own terms: all of them before a capture
+of `torch.compile(mode="reduce-overhead")`, those of a stream with a graph captured there, those of
+a thread with the thread (pytorch/pytorch#193402, #192061).  So those of captures lie in pools of
+torch's allocator that hold nothing else: freed or not, no other work gets the memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ostinato import MemoryRange, Node
+from ostinato.interop.captures import kernels_of
+from ostinato.interop.reading.library import living_objects
+from ostinato.interop.reading.slots import points_at, words_of_nodes
+
+begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+"""None in a torch that lets no other code use its pools."""
+
+_pools: dict[tuple[int, int], Any] = {}
+"""For each device and stream of captures a pool for its workspaces.  Pools stay for ever: the
+driver may give the handle of a closed stream to a new one."""
+
+_PRODUCTS = re.compile(r"gem|cutlass|nvjet|xmma|blas|split_?k|dot|trsm|trmm|syrk", re.IGNORECASE)
+"""Names of kernels of cuBLAS (CUDA 12 and 13)."""
+
+
+def make(index: int, side: Any, *, engine: bool) -> None:
+    """Makes the workspaces of a stream of captures (torch's object), where there are none.
+
+    `engine`: also those of autograd's thread."""
+    if begin_pool is None:
+        return
+    pool = _pools.setdefault((index, side.cuda_stream), torch.cuda.graph_pool_handle())
+
+    def multiply() -> None:
+        square = torch.zeros(16, 16, device=f"cuda:{index}")
+        into = torch.empty_like(square)
+        begin_pool(index, pool)
+        try:
+            torch.mm(square, square, out=into)
+            torch.addmm(square[0], square, square, out=into)  # by cuBLASLt
+        finally:
+            torch._C._cuda_endAllocateToPool(index, pool)
+
+    # The errors: where torch allows deterministic operations alone, and of other allocators.
+    with suppress(RuntimeError, UserWarning), torch.cuda.stream(side), unseen_by_modes():
+        multiply()
+        if engine:
+            _on_the_engine(multiply, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """The workspaces that graphs use: our own; those of a stream or thread that is not ours."""
+
+    own: bool
+    others: bool
+
+
+def used(index: int, nodes: Sequence[Node]) -> Uses:
+    """Reads from the nodes of graphs which workspaces they use.
+
+    Another workspace is memory as large as our own that is in use, and that no tensor has, in
+    torch's common memory or for another stream than those of captures.  If there is none of our
+    own, the device had no memory for it, and the graphs use another one."""
+    words = words_of_nodes(nodes)
+    pools = {pool for (device, _), pool in _pools.items() if device == index}
+    streams = {stream for device, stream in _pools if device == index}
+    own: list[MemoryRange] = []
+    others: list[tuple[int, MemoryRange]] = []
+    sizes: set[int] = set()
+    for segment in torch.cuda.memory_snapshot() if pools else ():
+        if segment["device"] != index:
+            continue
+        pool = tuple(segment.get("segment_pool_id", (0, 0)))
+        apart, at = pool == (0, 0) or segment["stream"] not in streams, segment["address"]
+        for block in segment["blocks"]:
+            memory, size = MemoryRange(at, block["size"]), block.get("requested_size", 0)
+            at += block["size"]
+            if block["state"] != "active_allocated":
+                continue
+            if pool in pools:
+                own.append(memory)
+                sizes.add(size)
+            elif apart:
+                others.append((size, memory))
+    suspects = [memory for size, memory in others if size in sizes and points_at(words, memory)]
+    if suspects:
+        owned = _memory_of_tensors()
+        suspects = [each for each in suspects if not points_at(owned, each)]
+    by_name = any(_PRODUCTS.search(node.name) for node in kernels_of(nodes))
+    return Uses(
+        own=by_name or any(points_at(words, memory) for memory in own),
+        others=bool(suspects) or (by_name and bool(pools) and not own),
+    )
+
+
+def _memory_of_tensors() -> npt.NDArray[np.uint64]:
+    """Returns the addresses of the memory of all tensors in the process, sorted."""
+    found = []
+    for tensor in living_objects(torch.Tensor):
+        with suppress(Exception):  # it has no memory of its own, or only code of the user's knows
+            found.append(tensor.untyped_storage().data_ptr())
+    return np.unique(np.array(found, np.uint64))
+
+
+def _on_the_engine(work: Callable[[], None], index: int) -> None:
+    """Runs work in autograd's thread for a device, on the current stream."""
+
+    class _Engine(torch.autograd.Function):  # type: ignore[misc, unused-ignore]
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                work()
+            return gradient
+
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, device=f"cuda:{index}", requires_grad=True)
+        torch.autograd.grad(_Engine.apply(x).sum(), x)
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """No mode of the caller sees the operations of the block."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad(), torch._C._DisableAutocast():
+        yield

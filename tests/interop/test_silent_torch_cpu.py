@@ -1,0 +1,306 @@
+"""What torch shares or ends behind a graph's back, without a GPU: those rules of
+`gpu/test_silent_torch.py` that can be seen here."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ostinato as ost
+from ostinato.device import Device
+from ostinato.interop.captures import clear_caches
+from tests.interop.library import ONE, SOURCE
+
+torch: Any = pytest.importorskip("torch")
+
+
+# --------------------------------------------------------------------- words of their own
+
+
+def test_a_copy_of_a_graph_reads_elsewhere(host_device: Device) -> None:
+    """As graphs that draw random numbers do: torch writes its own words when others draw."""
+    from ostinato.interop.torch.adopting import point_elsewhere
+
+    device, stream = host_device, host_device.create_stream()
+    line = device.modules.get_or_compile(SOURCE, "line")
+    x, own, out, copied = (device.zeros(4, "f4") for _ in range(4))
+    with ost.capture(stream) as capture:
+        ost.launch(stream, line, ONE, out, x, 4, 2.0, 1.0)
+        ost.copy(stream, copied, x)
+    copy = capture.graph.clone()
+    point_elsewhere(copy, {x.address: own.address})
+    first, second = capture.graph.instantiate(), copy.instantiate()
+    x.set(np.full(4, 3, "f4"), stream)
+    own.set(np.full(4, 5, "f4"), stream)
+    for run, value in ((first, 3), (second, 5), (first, 3)):
+        run.launch(stream)
+        assert [*out.to_numpy(stream)] == [2 * value + 1] * 4
+        assert [*copied.to_numpy(stream)] == [value] * 4
+
+
+def test_launches_on_two_streams_do_not_share_the_state_of_a_generator(
+    host_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second launch must not set the words before the first one has read them."""
+    from ostinato.interop.torch import adopting
+
+    device = host_device
+    moves, again = threading.Event(), threading.Event()
+
+    @ost.host_kernel("seed: *out u64, offset: *out u64, to: u64, at: u64", name="set_generator")
+    def _set_generator(launch: Any, seed: Any, offset: Any, to: int, at: int) -> None:
+        seed[0], offset[0] = to, at
+        if at:
+            again.set()
+
+    monkeypatch.setattr(adopting, "_SOURCE", ost.Source(host=[_set_generator]))
+    generator = SimpleNamespace(
+        at=0,
+        get_offset=lambda: generator.at,
+        initial_seed=lambda: 7,
+        set_offset=lambda to: move(to),
+    )
+
+    def move(to: int) -> None:
+        generator.at = to
+
+    torchs, out = device.zeros(2, "u64"), device.zeros(1, "u64")
+    graph = ost.Graph.create(device)
+    waits = graph.add_call(moves.wait)
+    kernel = device.modules.get_or_compile(ost.Source(host=[_draw]), "draw")
+    draw = ost.prepare(kernel, ONE, torchs.address, torchs.address + 8, out)
+    graph.add_operation(draw, after=[waits])
+    places = ((torchs.address, torchs.address + 8),)
+    graph = adopting._apart(device, graph, [adopting._Drawn(generator, places, 4)])
+    run = graph.instantiate()
+    streams = [device.create_stream() for _ in range(2)]
+    for stream in streams:
+        run.launch(stream)
+    again.wait(0.3)  # what a wrong order would need
+    moves.set()
+    assert out.to_numpy(streams[1]) == [700704]
+
+
+@ost.host_kernel("seed: *const u64, offset: *const u64, out: *u64", name="draw")
+def _draw(launch: Any, seed: Any, offset: Any, out: Any) -> None:
+    out[0] = out[0] * np.uint64(1000) + seed[0] * np.uint64(100) + offset[0]
+
+
+# ------------------------------------------------------------------- streams and workspaces
+
+
+@pytest.fixture
+def captures(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Makes the captures of a function, on streams of the host device."""
+    from ostinato.interop.torch.capturing import Captures
+
+    class Theirs:
+        def __init__(self, handle: int, device: int) -> None:
+            self.cuda_stream = handle
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Theirs)
+    return lambda: Captures(host_device, 0, ())
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The segments of torch's allocator, as it tells them."""
+    segments: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    return segments
+
+
+def segment(pool: tuple[int, int], address: int, size: int, stream: int = 0) -> dict[str, Any]:
+    block = {"size": 2 * size, "requested_size": size, "state": "active_allocated"}
+    named = {"segment_pool_id": pool, "address": address, "total_size": 2 * size}
+    return {**named, "stream": stream, "device": 0, "blocks": [block]}
+
+
+def reading(device: Device, buffer: ost.Buffer) -> ost.Graph:
+    """A graph of a kernel that reads a buffer."""
+    line = device.modules.get_or_compile(SOURCE, "line")
+    graph = ost.Graph.create(device)
+    graph.add_operation(ost.prepare(line, ONE, device.zeros(4, "f4"), buffer, 4, 1.0, 0.0))
+    return graph
+
+
+def finished(captures: Any, graph: ost.Graph) -> str:
+    from ostinato.interop.torch.capturing import FollowedEvents
+
+    return str(captures.finished([graph], 0, FollowedEvents()))
+
+
+def test_functions_without_products_share_a_stream(
+    host_device: Device,
+    captures: Callable[[], Any],
+    memory: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ostinato.interop.torch import workspaces
+
+    own, x = (host_device.zeros(1024, "f4") for _ in range(2))
+    plain, products, taught = (captures() for _ in range(3))
+    side = plain.beside()[1]
+    monkeypatch.setattr(workspaces, "_pools", {(0, side.handle): (0, 5)})
+    memory.append(segment((0, 5), own.address, 1024, side.handle))
+    assert not finished(plain, reading(host_device, x))
+    assert products.beside()[1] is side  # nothing of the first function uses its workspace
+    assert not finished(products, reading(host_device, own))
+    assert products.beside()[1] is side is not plain.beside()[1]
+    taught._differentiates = True
+    theirs = taught.beside()[1]
+    assert not finished(taught, reading(host_device, x))
+    assert taught.beside()[1] is theirs  # autograd's nodes remember it
+
+
+@pytest.mark.parametrize(
+    "where", ["common memory", "a pool", "the side stream", "a tensor", "less"]
+)
+def test_workspaces_of_other_streams_are_refused(
+    host_device: Device,
+    captures: Callable[[], Any],
+    memory: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """torch may free them, and others would get their memory."""
+    from ostinato.interop.torch import workspaces
+
+    own, found = host_device.zeros(1024, "f4"), captures()
+    tensor = torch.zeros(1024)
+    other = (
+        host_device.adopt_array(tensor) if where == "a tensor" else host_device.zeros(1024, "f4")
+    )
+    side = found.beside()[1].handle
+    monkeypatch.setattr(workspaces, "_pools", {(0, side): (0, 5)})
+    pool = (0, 0) if where in ("common memory", "a tensor", "less") else (0, 9)
+    stream = side if where == "the side stream" else 1234
+    memory.append(segment((0, 5), own.address, 1024, side))
+    memory.append(segment(pool, other.address, 512 if where == "less" else 1024, stream))
+    reason = finished(found, reading(host_device, other))
+    assert bool(reason) is (where in ("common memory", "a pool")), reason
+    assert not reason or "workspace of cuBLAS" in reason
+
+
+def test_backwards_are_noted_in_threads_that_overlap() -> None:
+    from ostinato.interop.torch.capturing import noted_backward
+
+    before, noted = torch.autograd.Variable._execution_engine, list[str]()
+    begun, ended = threading.Event(), threading.Event()
+
+    def backward() -> None:
+        x = torch.ones(2, requires_grad=True)
+        with torch.enable_grad():
+            (x * 2).sum().backward()
+
+    def other() -> None:
+        with noted_backward(lambda: noted.append("other")):
+            begun.set()
+            assert ended.wait(60)
+            backward()
+
+    thread = threading.Thread(target=other)
+    with noted_backward(lambda: noted.append("this")):
+        thread.start()
+        assert begun.wait(60)
+        backward()
+    backward()  # no longer noted
+    ended.set()
+    thread.join()
+    assert noted == ["this", "other"]
+    assert torch.autograd.Variable._execution_engine is before
+
+
+# ------------------------------------------------------------------------------ cuFFT's plans
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The plans in torch's cache and the most that it keeps; all graphs have transforms."""
+    from ostinato.interop.torch import capturing, gradients
+    from ostinato.interop.torch import plans as watched
+
+    room, cache = [1, 8], torch.backends.cuda.cuFFTPlanCache
+    monkeypatch.setattr(torch, "_cufft_get_plan_cache_size", lambda index: room[0])
+    monkeypatch.setattr(torch, "_cufft_get_plan_cache_max_size", lambda index: room[1])
+    monkeypatch.setattr(watched, "_watched", False)
+    monkeypatch.setattr(cache, "clear", lambda self: None)
+    for module in (capturing, gradients):
+        monkeypatch.setattr(module, "transforms", lambda nodes: True)
+    yield room
+
+
+def test_plans_that_end_between_a_replay_and_its_backward(
+    host_device: Device, plans: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.interop.torch.plans import watch
+    from tests.interop.tape import OnCpu, on_tape
+
+    cache = torch.backends.cuda.cuFFTPlanCache(0)
+    monkeypatch.setattr(OnCpu, "_captures", SimpleNamespace(plans=watch(), index=0))
+    step = on_tape(host_device, lambda x: x.sin() * 2, gradients="replay")
+    try:
+        for number in range(8):
+            x = torch.randn(5, requires_grad=True)
+            y = step(x)
+            if number == 4:
+                cache.clear()
+                with pytest.raises(RuntimeError, match="plans of cuFFT"):
+                    y.sum().backward()
+                continue
+            y.sum().backward()
+            assert torch.equal(x.grad, 2 * x.detach().cos())
+        assert step.statistics().replays >= 5, step.explain()
+    finally:
+        step.close()
+
+
+@pytest.mark.parametrize("how", ["stays", "ends", "full"])
+def test_plans_that_end_in_a_capture(
+    host_device: Device,
+    captures: Callable[[], Any],
+    memory: list[dict[str, Any]],
+    plans: list[int],
+    how: str,
+) -> None:
+    from ostinato.interop.torch.capturing import FollowedEvents
+    from ostinato.interop.torch.plans import watch
+
+    found, graph = captures(), reading(host_device, host_device.zeros(4, "f4"))
+    since = watch()
+    if how == "ends":
+        torch.backends.cuda.cuFFTPlanCache(0).clear()
+    plans[1] = 1 if how == "full" else 8
+    reason = found.finished([graph], since, FollowedEvents())
+    assert bool(reason) is (how != "stays")
+    assert not reason or "cufft_plan_cache" in reason
+
+
+# --------------------------------------------------------------------------- tensors in caches
+
+
+@pytest.mark.parametrize("most", [1, None])
+def test_caches_with_values_of_a_capture_are_cleared(most: int | None) -> None:
+    made: list[Any] = []
+
+    @functools.lru_cache(maxsize=most)
+    def table(size: int) -> Any:
+        made.append(torch.ones(size))
+        return made[-1]
+
+    @functools.lru_cache
+    def other(size: int) -> Any:
+        return torch.ones(size)
+
+    table(3), other(3)
+    clear_caches(lambda value: value is made[0])
+    assert table.cache_info().currsize == 0 and other.cache_info().currsize == 1
+    clear_caches(lambda value: False)
+    table(3)
+    assert table.cache_info().currsize == 1 and len(made) == 2
