@@ -380,11 +380,11 @@ def test_seeds_of_recurrent_layers(make: Make, dropout: float) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_function_that_draws_and_forks_to_any_stream_of_torch(make: Make, waits: bool) -> None:
-    """torch has 32 streams, one of which torch would be asked to set a generator on."""
+    """torch has 32 streams, on one of which the seed would be set during a capture."""
+    side = torch.cuda.Stream()
     for number in range(33):
-        side = torch.cuda.Stream()
 
-        def f(x: Any, side: Any = side) -> Any:
+        def f(x: Any) -> Any:
             if waits and x.sum().item() < 0:
                 x = -x
             current = torch.cuda.current_stream()
@@ -395,7 +395,7 @@ def test_a_function_that_draws_and_forks_to_any_stream_of_torch(make: Make, wait
             return y + torch.rand_like(x)
 
         step = make(f)
-        for call in range(7 if waits else 3):
+        for call in range(9 if waits else 3):
             x = torch.rand(64, device="cuda")
             torch.manual_seed(call)
             found = step(x)

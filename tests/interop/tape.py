@@ -153,7 +153,7 @@ class OnCpu(Torch):
     inside = False
     unseen = False
     _of_host = ()
-    _captures: Any = SimpleNamespace(plans=None)
+    _captures: Any = SimpleNamespace(plans=None, differentiates=False, begin_backward=lambda: None)
 
     def __init__(self, device: Device) -> None:
         self.device, self.index, self.generators = device, -1, ()

@@ -900,7 +900,8 @@ def test_graphs_with_transforms_end_with_their_plans(
     monkeypatch.setattr(cache, "clear", lambda self: None)
     monkeypatch.setattr(vars(cache)["max_size"], "setter", lambda index, size: None)
     # As after a capture that has a transform.
-    monkeypatch.setattr(OnCpu, "_captures", SimpleNamespace(plans=plans.watch(), index=0))
+    monkeypatch.setattr(OnCpu._captures, "plans", plans.watch())
+    monkeypatch.setattr(OnCpu._captures, "index", 0, raising=False)
     step, x = make(lambda x: x * 2), torch.ones(3)
 
     def calls(eager: int, replays: int) -> None:

@@ -153,7 +153,7 @@ def test_functions_without_products_share_a_stream(
     assert products.beside()[1] is side  # nothing of the first function uses its workspace
     assert not finished(products, reading(host_device, own))
     assert products.beside()[1] is side is not plain.beside()[1]
-    taught._differentiates = True
+    taught.differentiates = True
     theirs = taught.beside()[1]
     assert not finished(taught, reading(host_device, x))
     assert taught.beside()[1] is theirs  # autograd's nodes remember it
@@ -243,7 +243,8 @@ def test_plans_that_end_between_a_replay_and_its_backward(
     from tests.interop.tape import OnCpu, on_tape
 
     cache = torch.backends.cuda.cuFFTPlanCache(0)
-    monkeypatch.setattr(OnCpu, "_captures", SimpleNamespace(plans=watch(), index=0))
+    monkeypatch.setattr(OnCpu._captures, "plans", watch())
+    monkeypatch.setattr(OnCpu._captures, "index", 0, raising=False)
     step = on_tape(host_device, lambda x: x.sin() * 2, gradients="replay")
     try:
         for number in range(8):
@@ -304,3 +305,97 @@ def test_caches_with_values_of_a_capture_are_cleared(most: int | None) -> None:
     clear_caches(lambda value: False)
     table(3)
     assert table.cache_info().currsize == 1 and len(made) == 2
+
+
+# ------------------------------------------------------- what changes a backward from outside
+
+
+def _doubled(module: Any, inputs: Any, outputs: Any) -> Any:
+    return tuple([None if each is None else 2 * each for each in inputs])
+
+
+NET = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+AROUND: dict[str, Callable[[], Callable[[], object]]] = {
+    "a hook of all modules": lambda: (
+        torch.nn.modules.module.register_module_full_backward_hook(_doubled).remove
+    ),
+    "a hook of a module inside": lambda: NET[1].register_full_backward_hook(_doubled).remove,
+    "a hook before it": lambda: (
+        NET[1].register_full_backward_pre_hook(lambda module, given: (3 * given[0],)).remove
+    ),
+    "hooks of saved tensors": lambda: _entered(
+        torch.autograd.graph.saved_tensors_hooks(lambda saved: 2 * saved, lambda saved: saved)
+    ),
+    "the search for anomalies": lambda: _entered(torch.autograd.detect_anomaly(check_nan=True)),
+}
+
+
+def _entered(context: Any) -> Callable[[], object]:
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", AROUND)
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_changes_a_backward(host_device: Device, how: str, inside: bool) -> None:
+    """`inside`: the function computes the gradients, else they are those of a replay's result."""
+    from tests.interop.tape import on_tape
+
+    def gradients(x: Any) -> Any:
+        x = x.detach().requires_grad_()
+        y = NET(x) if inside else step(x) if replayed else NET(x)
+        # No number has this root, which is what the search for anomalies reports.
+        ends = (y - y.detach() - 1).sqrt() if "anomalies" in how and inside else y * y
+        return torch.autograd.grad(ends.sum(), x)[0].nan_to_num()
+
+    step = on_tape(
+        host_device, gradients if inside else NET, gradients="eager" if inside else "replay"
+    )
+
+    def outcome(ours: bool, x: Any) -> Any:
+        nonlocal replayed
+        replayed = ours
+        try:
+            return (step if inside and ours else gradients)(x)
+        except RuntimeError as error:
+            return str(error)
+
+    replayed, undo = False, None
+    try:
+        for number in range(12):
+            x = torch.randn(3, 4)
+            if number == 6:
+                assert step.statistics().replays >= 3, step.explain()
+                undo = AROUND[how]()
+            with torch.enable_grad():
+                found, wanted = outcome(True, x), outcome(False, x)
+            assert type(found) is type(wanted), (number, found, wanted)
+            assert found == wanted if isinstance(found, str) else torch.equal(found, wanted), number
+    finally:
+        if undo is not None:
+            undo()
+        step.close()
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_between_recurrent_layers_is_counted(
+    kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN draws it from a state that no replay starts anew after a seed."""
+    from ostinato.interop.torch import recurrent
+
+    recurrent.watch()
+    monkeypatch.setattr(recurrent, "by_cudnn", lambda x: True)
+    x: Any = torch.randn(5, 2, 4)
+    if packed:
+        x = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))
+    model = getattr(torch.nn, kind)(4, 4, num_layers=2, dropout=0.5)
+    before = recurrent.draws()
+    model(x)
+    assert recurrent.draws() == before + 1
+    model.eval()(x)
+    model.train().dropout = 0.0
+    model(x)
+    assert recurrent.draws() == before + 1

@@ -125,7 +125,7 @@ class Captures:
         """The count of ended plans of cuFFT (`plans.py`) at the first graph that uses some."""
         self._multiplies = False
         """True if a graph uses a workspace of cuBLAS."""
-        self._differentiates = False
+        self.differentiates = False
         """True if autograd has worked, or will, on the side stream."""
         self.by_torch = bool(generators) or begin_pool is None
         """True if torch captures, because ostinato cannot capture the function (`_capture_here`),
@@ -167,16 +167,17 @@ class Captures:
         self._outside = self.device.create_stream()
         return torch.cuda.ExternalStream(self._outside.handle, device=self.index)
 
-    def own_workspaces(self) -> None:
+    def own_workspaces(self, *, capturing: bool = False) -> None:
         """Makes cuBLAS's workspaces for the side stream (`workspaces.py`).  Called before each
-        warm-up and each capture."""
-        workspaces.make(self.index, self.beside()[0], engine=self._differentiates)
+        warm-up and each capture.  In a capture autograd's thread cannot have one made."""
+        engine = self.differentiates or (capturing and torch.is_grad_enabled())
+        workspaces.make(self.index, self.beside()[0], engine=engine)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
         """Called before a backward on the side stream: autograd's thread has a workspace of its
         own, which must be there before the thread multiplies."""
-        if not self._differentiates:
-            self._differentiates = True
+        if not self.differentiates:
+            self.differentiates = True
             self.own_workspaces()
 
     def note_unseen(self) -> None:
@@ -204,11 +205,11 @@ class Captures:
             with (
                 torch.cuda.stream(side),
                 _no_warning_of_streams(),
-                noted_backward(self._begin_backward),
+                noted_backward(self.begin_backward),
             ):
                 result = work()
                 if torch.is_grad_enabled() and any(map(_learns, _leaves(result))):
-                    self._begin_backward()  # the caller's, to come
+                    self.begin_backward()  # the caller's, to come
         finally:
             current.wait_stream(side)
         hand_over(result, current)
@@ -221,6 +222,9 @@ class Captures:
             if made.error and made.asked and made.kind in (NotGraphable, WaitsForDevice):
                 made = self._captured(work, hidden=False)
         if made.graph is None:
+            if "_cudnn_rnn" in made.error:  # its state was made in the capture: let it be made anew
+                generator = torch.cuda.default_generators[self.index]
+                generator.set_state(generator.get_state())
             self.settle(made.error)
             raise made.kind(made.error)
         if made.graph.only_to_read:
@@ -229,7 +233,7 @@ class Captures:
 
     def _captured(self, work: Callable[[Stream], Any], *, hidden: bool) -> _Made:
         self.open_pool()
-        self.own_workspaces()
+        self.own_workspaces(capturing=True)
         self.note_unseen()
         events = FollowedEvents()
 
@@ -263,15 +267,15 @@ class Captures:
             if not isinstance(value, torch.Tensor | tuple | list | dict):
                 return False
             tensors = [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+            tensors = [t for t in tensors if t.is_cuda and t.layout is torch.strided]
+            if tensors and ranges is None:
+                segments = torch.cuda.memory_snapshot()
+                segments = [s for s in segments if s.get("segment_pool_id") == pool]
+                ranges = [MemoryRange(s["address"], s["total_size"]) for s in segments]
             for tensor in tensors:
-                if not tensor.is_cuda or tensor.layout is not torch.strided:
-                    continue
-                if ranges is None:
-                    segments = torch.cuda.memory_snapshot()
-                    segments = [s for s in segments if s.get("segment_pool_id") == pool]
-                    ranges = [MemoryRange(s["address"], s["total_size"]) for s in segments]
-                if any(memory.holds(tensor.data_ptr()) for memory in ranges):
-                    return True
+                with suppress(RuntimeError):  # a fake tensor of torch.compile
+                    if any(memory.holds(tensor.data_ptr()) for memory in ranges or ()):
+                        return True
             return False
 
         captures.clear_caches(within)
@@ -309,7 +313,7 @@ class Captures:
         """Lets other functions have the side stream, if no graph of this one uses its workspaces:
         functions without products share one.  Nodes of autograd remember a stream."""
         side = self._side
-        if side is not None and not (self._multiplies or self._differentiates):
+        if side is not None and not (self._multiplies or self.differentiates):
             self._side = None
             self._sides.remove(side)
             side.owners = weakref.WeakSet()

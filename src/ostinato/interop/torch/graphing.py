@@ -22,6 +22,7 @@ from ostinato.interop.reading.places import Current
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
+from ostinato.interop.torch.watching import HOOKS
 from ostinato.step import Buckets
 
 _names = itertools.count()
@@ -164,7 +165,7 @@ class GraphedModule(Graphed):
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
-            or _global_hooks()
+            or any(_global_hooks())
             or _own_call(module)
         ):
             return super()._long(*args, **kwargs)
@@ -175,14 +176,9 @@ class GraphedModule(Graphed):
         if _own_call(self.module):
             raise Inexpressible
         held = self.module.__dict__
-        hooks = {name: held[name] for name in _HOOKS}
+        hooks = {name: held[name] for name in HOOKS}
         checks.some_items(held, hooks)
-        module = torch.nn.modules.module
-        for each in (
-            *hooks.values(),
-            module._global_forward_hooks,
-            module._global_forward_pre_hooks,
-        ):
+        for each in (*hooks.values(), *_global_hooks()):
             checks.size(each, 0)
         if "forward" not in held:
             checks.attributes(type(self.module), {"forward": type(self.module).forward})
@@ -264,7 +260,6 @@ class _Forward(Current):
             self._own = self._replayed = None
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _RETURNING_SELF = frozenset(
     [
         *("to", "cuda", "cpu", "half", "float", "double", "bfloat16", "type"),
@@ -273,9 +268,10 @@ _RETURNING_SELF = frozenset(
 )
 
 
-def _global_hooks() -> bool:
-    module = torch.nn.modules.module
-    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+def _global_hooks() -> list[dict[int, Any]]:
+    """Returns the tables of hooks of all modules."""
+    every = vars(torch.nn.modules.module)
+    return [every[f"_global{name}"] for name in HOOKS]
 
 
 def _own_call(module: torch.nn.Module) -> bool:

@@ -20,6 +20,7 @@ from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.together import Agreement
+from ostinato.interop.torch import recurrent
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
 from ostinato.interop.torch.gradients import Capturer, Differentiated, memory_of
@@ -90,6 +91,7 @@ if _getter is not None:
     _each = tuple([partial(_getter, "cuda", name) for name in ("matmul", "conv", "rnn")])
 _tracing: Callable[[], bool] = torch._C._is_tracing
 _level: Callable[[], Any] = torch._C._functorch.maybe_current_level
+_hooked = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 _dual = vars(torch.autograd.forward_ad)
 _parametrize = vars(torch.nn.utils.parametrize)
 _choices = tuple(
@@ -258,6 +260,7 @@ class Torch:
         self.clone = torch.Tensor.clone
         self._streams: dict[int, tuple[Stream, Any]] = {}
         self._captures = Captures(device, index, self.generators)
+        recurrent.watch()
 
     @property
     def reader(self) -> tuple[int, int] | None:
@@ -272,7 +275,7 @@ class Torch:
 
     def watch(self, value: object, /) -> Watch | None:
         if isinstance(value, torch.nn.Module):
-            return ModuleWatch(value)
+            return ModuleWatch(value, self._learns)
         found = stateful(value)
         if found is None:
             return None
@@ -386,6 +389,7 @@ class Torch:
     without_gradient = staticmethod(torch.Tensor.detach)
 
     def differentiable(self, function: Callable[..., Any], state: Sequence[Any]) -> Differentiated:
+        self._captures.begin_backward()
         return Differentiated(self._captured_apart(), function, state, self._plans_ended)
 
     def _captured_apart(self) -> Capturer:
@@ -401,9 +405,20 @@ class Torch:
     def version(self, tensor: torch.Tensor, /) -> int | None:
         return None if tensor.is_inference() else tensor._version
 
+    def _learns(self) -> bool:
+        """True if gradients may be computed, also by the function alone."""
+        return torch.is_grad_enabled() or bool(self._captures.differentiates)
+
     def modes(self) -> Hashable:
         _require_plain_calls()
+        learns = self._learns()
+        if learns and _hooked():
+            raise NotGraphable(
+                "hooks of all saved tensors are active (torch.autograd.graph.saved_tensors_hooks), "
+                "and a replay runs no Python"
+            )
         return (
+            learns and torch.is_anomaly_enabled(),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
@@ -444,6 +459,7 @@ class Torch:
         return (
             *around,
             torch.is_grad_enabled,
+            *((torch.is_anomaly_enabled, _hooked) if self._learns() else ()),
             torch.is_inference_mode_enabled,
             torch._C._is_any_autocast_enabled,
             torch.get_default_dtype,
@@ -667,9 +683,11 @@ class Torch:
 
     def seeding(self) -> Callable[[Collection[str]], str]:
         before = [(g, g.initial_seed(), _drawn(g)) for g in self._states()]
-        host = [(g, g.get_state()) for g in self._of_host]
+        host, runs = [(g, g.get_state()) for g in self._of_host], recurrent.draws()
 
         def found(named: Collection[str]) -> str:
+            if recurrent.draws() != runs:
+                return "the state from which cuDNN draws dropout between recurrent layers"
             for generator, seed, drawn in before:
                 if generator.initial_seed() != seed or _drawn(generator) < drawn:
                     return f"the seed or the offset of the generator of {generator.device}"

@@ -917,7 +917,7 @@ def run_chain(
     """Implements `Library.chain`."""
     with one_at_a_time, torch.cuda.device(captures.index), only_capturable():
         captures.open_pool()
-        captures.own_workspaces()
+        captures.own_workspaces(capturing=True)
         side, stream = captures.beside()
         plans, pool = watch(), captures.pool
         captures.note_unseen()

@@ -151,13 +151,22 @@ _SCALES = "_scale", "_growth_tracker"
 """The tensors of a scaler."""
 
 
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+"""Tables of hooks of a module; those of all modules have `_global` before the name."""
+_OF_FORWARD = 2
+"""The number of those that matter without gradients, which come first."""
+
+
 class ModuleWatch(Watch):
     """The content of a module and of those inside it, read again at each call: weights, buffers,
     and attributes.  Attributes are plain values, tensors, and others (`others`); those whose names
-    begin with _ count only if `forward` names them."""
+    begin with _ count only if `forward` names them.
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    `learns`: tells whether gradients may be computed, which hooks of the backward change."""
+
+    def __init__(self, module: torch.nn.Module, learns: Callable[[], bool]) -> None:
         self._module = weakref.ref(module)  # the caller keeps the module alive
+        self._learns = learns
         self._of_kinds: list[tuple[_Attribute, Any]] = []
         """The attributes of classes that the watch reads, with their values."""
         self._find()
@@ -172,9 +181,9 @@ class ModuleWatch(Watch):
         self._inside = [m._modules for m in modules if m._modules]
         self._children = [*_all(map(_values, self._inside))]
         self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        every = torch.nn.modules.module
-        self._hooks = [every._global_forward_hooks, every._global_forward_pre_hooks]
-        self._hooks += [d for m in modules for d in (m._forward_hooks, m._forward_pre_hooks)]
+        every = vars(torch.nn.modules.module)
+        self._hooks = [every[f"_global{name}"] for name in HOOKS]
+        self._hooks += [vars(m)[name] for m in modules for name in HOOKS]
         self._held = [m.__dict__ for m in modules]
         self._kinds = [*map(type, self._children)]
         inner = [d for m in modules for d in (m._modules, m._parameters, m._buffers)]
@@ -281,7 +290,9 @@ class ModuleWatch(Watch):
             yield kind, "forward"
 
     def holders(self) -> Iterable[Any]:
-        return [*self._sized, *self._hooks]
+        every = self._learns()
+        hooks = [d for at, d in enumerate(self._hooks) if every or at % len(HOOKS) < _OF_FORWARD]
+        return [*self._sized, *hooks]
 
     def describe(self, name: str, description: Description) -> None:
         """Adds the whole content by name, except `others`."""
