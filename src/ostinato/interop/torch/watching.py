@@ -290,9 +290,7 @@ class ModuleWatch(Watch):
             yield kind, "forward"
 
     def holders(self) -> Iterable[Any]:
-        every = self._learns()
-        hooks = [d for at, d in enumerate(self._hooks) if every or at % len(HOOKS) < _OF_FORWARD]
-        return [*self._sized, *hooks]
+        return [*self._sized, *self._hooks]
 
     def describe(self, name: str, description: Description) -> None:
         """Adds the whole content by name, except `others`."""
@@ -323,7 +321,10 @@ class ModuleWatch(Watch):
         tensors = [[*held.values()] for held in self._tensors]
         for held, values in zip(self._inside + self._tensors, children + tensors, strict=True):
             checks.items(held, values)
-        for hooks in self._hooks:
+        learns = self._learns()
+        for at, hooks in enumerate(self._hooks):
+            if at % len(HOOKS) >= _OF_FORWARD and not learns:
+                continue
             if hooks:
                 checks.reads(hooks, tuple)
             else:
