@@ -107,7 +107,7 @@ open_device prepare record errors explain graphfile lowlevel settings step testi
 LOWLEVEL = """
 Call Change Closeable Counts Engine FILL HostLaunch Memory Options Work armed causes
 NotLaunched check_runs every_node fill_kernel load_extension new_lock parse_bytes
-replace_small_fills table uninterrupted whole_number
+replace_small_fills table uninterrupted wait_for_streams whole_number
 """
 
 

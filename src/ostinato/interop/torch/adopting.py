@@ -66,6 +66,8 @@ def adopt_graph(
 
     Not guaranteed: that another thread which draws eagerly from the same generator at the same
     moment draws other numbers; torch locks the generator against that, and Python cannot.
+    Nor that cuBLAS's workspace, which products write, is still the graph's: graphs captured on one
+    stream share it, and torch frees it (docs/torch.md, "Compared with torch").
     """
     adopted = definition_of(device, graph)
     nodes = adopted.nodes()
@@ -108,8 +110,9 @@ def use_stream(stream: Stream) -> Iterator[Any]:
     torch's allocator does not notice a capture by ostinato: it may give the memory of temporaries
     to other tensors while the graph still points at it.  Use operations with `out=`, or capture
     with `torch.cuda.graph` and `adopt_graph`.  Products also use cuBLAS's workspace of the stream,
-    which torch frees before captures of `torch.compile(mode="reduce-overhead")`: a process that has
-    such functions must not capture products so.  `graphed` has workspaces of its own.
+    in torch's common memory, which torch frees before captures of
+    `torch.compile(mode="reduce-overhead")`: a process that has such functions must not capture
+    products so.  `graphed` has workspaces of its own.
     """
     with torch.cuda.stream(external_stream(stream)) as current:
         yield current
