@@ -174,11 +174,14 @@ class Captures:
         workspaces.make(self.index, self.beside()[0], engine=engine)
 
     def begin_backward(self) -> None:
-        """Called before a backward on the side stream: autograd's thread has a workspace of its
-        own, which must be there before the thread multiplies."""
+        """Called before a backward on the side stream, outside of captures: autograd's thread has a
+        workspace of its own, which must be there before the thread multiplies."""
         if not self.differentiates:
-            self.differentiates = True
+            self.note_backward()
             self.own_workspaces()
+
+    def note_backward(self) -> None:
+        self.differentiates = True
 
     def note_unseen(self) -> None:
         """Notes whether the next capture may miss work on the legacy default stream."""
@@ -240,7 +243,7 @@ class Captures:
         def followed(stream: Stream) -> Any:
             nonlocal events
             events = FollowedEvents()  # a new one for each capture
-            with events.following():
+            with events.following(), noted_backward(self.note_backward):
                 return work(stream)
 
         plans, pool = watch(), self.pool

@@ -92,6 +92,7 @@ if _getter is not None:
 _tracing: Callable[[], bool] = torch._C._is_tracing
 _level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 _hooked = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""Returns the hooks of all saved tensors, or None."""
 _dual = vars(torch.autograd.forward_ad)
 _parametrize = vars(torch.nn.utils.parametrize)
 _choices = tuple(

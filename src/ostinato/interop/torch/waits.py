@@ -929,6 +929,7 @@ def run_chain(
         mode = Segments(captor, parts, captures.waiting, where, steps)
 
         def begin_backward() -> None:
+            captures.note_backward()
             if not captures.by_torch:
                 captures.by_torch = True
                 mode.split()
