@@ -204,6 +204,8 @@ def test_workspaces_of_streams_and_threads_that_a_function_goes_to(
     assert all(bool((other == 7).all()) for other in others)
     if f is differentiated:
         assert step.statistics().replays >= 8, step.explain()
+    else:
+        assert "side.wait_stream(current)" in step.explain()
 
 
 def test_functions_without_products_share_a_workspace(make: Make) -> None:
