@@ -20,7 +20,7 @@ from ostinato.interop.captures import waits
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import Wait
 from ostinato.interop.reading.library import GraphedOptions, NotGraphable, WaitsForDevice
-from ostinato.interop.torch.capturing import explained
+from ostinato.interop.torch.capturing import explained, noted_backward
 from ostinato.interop.torch.gradients import Differentiated
 from ostinato.interop.torch.graphing import GraphedModule
 from ostinato.interop.torch.library import Torch
@@ -153,7 +153,8 @@ class OnCpu(Torch):
     inside = False
     unseen = False
     _of_host = ()
-    _captures: Any = SimpleNamespace(plans=None, differentiates=False, begin_backward=lambda: None)
+    differentiates = False
+    _captures: Any = SimpleNamespace(plans=None, begin_backward=lambda: None)
 
     def __init__(self, device: Device) -> None:
         self.device, self.index, self.generators = device, -1, ()
@@ -180,7 +181,14 @@ class OnCpu(Torch):
         return [torch.default_generator]
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
-        return work()
+        with noted_backward(self._note_backward):
+            return work()
+
+    def _note_backward(self) -> None:
+        self.differentiates = True
+
+    def _learns(self) -> bool:
+        return torch.is_grad_enabled() or self.differentiates
 
     def trim(self, *, short: bool) -> None:
         """Captures have no memory of their own."""

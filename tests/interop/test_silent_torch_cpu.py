@@ -337,17 +337,19 @@ def _entered(context: Any) -> Callable[[], object]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", AROUND)
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_changes_a_backward(host_device: Device, how: str, inside: bool) -> None:
-    """`inside`: the function computes the gradients, else they are those of a replay's result."""
+@pytest.mark.parametrize("inside, on", [(False, True), (True, True), (True, False)])
+def test_what_changes_a_backward(host_device: Device, how: str, inside: bool, on: bool) -> None:
+    """`inside`: the function computes the gradients, else they are those of a replay's result.
+    `on`: they are on around the call, too."""
     from tests.interop.tape import on_tape
 
     def gradients(x: Any) -> Any:
-        x = x.detach().requires_grad_()
-        y = NET(x) if inside else step(x) if replayed else NET(x)
-        # No number has this root, which is what the search for anomalies reports.
-        ends = (y - y.detach() - 1).sqrt() if "anomalies" in how and inside else y * y
-        return torch.autograd.grad(ends.sum(), x)[0].nan_to_num()
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = NET(x) if inside else step(x) if replayed else NET(x)
+            # No number has this root, which is what the search for anomalies reports.
+            ends = (y - y.detach() - 1).sqrt() if "anomalies" in how and inside else y * y
+            return torch.autograd.grad(ends.sum(), x)[0].nan_to_num()
 
     step = on_tape(
         host_device, gradients if inside else NET, gradients="eager" if inside else "replay"
@@ -368,7 +370,7 @@ def test_what_changes_a_backward(host_device: Device, how: str, inside: bool) ->
             if number == 6:
                 assert step.statistics().replays >= 3, step.explain()
                 undo = AROUND[how]()
-            with torch.enable_grad():
+            with torch.set_grad_enabled(on):
                 found, wanted = outcome(True, x), outcome(False, x)
             assert type(found) is type(wanted), (number, found, wanted)
             assert found == wanted if isinstance(found, str) else torch.equal(found, wanted), number
