@@ -324,8 +324,8 @@ def main(scenario: str) -> int:
     # One write: the ranks share the output.
     os.write(1, (json.dumps({"rank": RANK, **found}) + "\n").encode())
     if dist.is_initialized():
-        # A rank that has not agreed leaves collectives behind that never end.
-        os._exit(0) if found.get("error") else dist.destroy_process_group()
+        # A rank that has not agreed leaves collectives behind, or a group, that never end.
+        os._exit(0) if "error" in found else dist.destroy_process_group()
     return 0
 
 

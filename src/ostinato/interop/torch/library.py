@@ -634,7 +634,10 @@ class Torch:
         )
 
     # --- graphs in files
-    stable: tuple[type, ...] = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+    stable: tuple[type, ...] = (
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+        *{type(read()) for read in _settings},  # enumerations of pybind11, which are no Enum
+    )
 
     def release(self) -> Hashable:
         name = torch.cuda.get_device_name(self.index)
