@@ -397,7 +397,7 @@ def test_a_function_that_draws_and_forks_to_any_stream_of_torch(make: Make, wait
             return y + torch.rand_like(x)
 
         step = make(f)
-        for call in range(9 if waits else 3):
+        for call in range(16 if waits else 3):
             x = torch.rand(64, device="cuda")
             torch.manual_seed(call)
             found = step(x)
