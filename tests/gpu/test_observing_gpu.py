@@ -3,6 +3,7 @@ tests/interop/test_observing.py."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ ROWS, WIDTH = 64, 256
 def observing(cuda_device: Device) -> Iterator[Any]:
     from ostinato.interop.torch import observe
 
+    gc.collect()  # graphs of other tests stay known as long as they live
     with observe() as watch:
         yield watch
 
