@@ -200,8 +200,9 @@ def served(generator: TextGenerator, slots: int) -> Iterator[Server]:
     thread = threading.Thread(target=server.run, args=(ready.set,), name="server")
     thread.start()
     try:
-        if not ready.wait(_SECONDS):
-            raise RuntimeError("the server does not start")
+        while not ready.wait(0.1):
+            if not thread.is_alive():
+                raise RuntimeError("the server ended before it was ready")
         yield server
     finally:
         server.stop()

@@ -101,6 +101,15 @@ def test_every_step_is_captured_before_it_is_ready(generator: TextGenerator, pie
     assert after.launches_eager == before.launches_eager
 
 
+def test_a_piece_can_fill_the_context(host_device: Device, tiny_model: Path) -> None:
+    with (
+        open_generator(host_device, tiny_model, max_context=16) as generator,
+        ServingEngine(generator).start() as engine,
+    ):
+        until(lambda: engine.ready or engine.failure is not None)
+        assert engine.failure is None
+
+
 def test_short_prompts_that_wait_are_read_in_one_step(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

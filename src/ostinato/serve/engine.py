@@ -413,6 +413,7 @@ class ServingEngine(Closeable):
                     read([0] * size)
             if size == most:
                 break
+        decoder.reset()  # a piece can have filled the context
         for slot in range(self._slots):
             decoder.prefill([0], slot)
         stops = decoder.stop_tokens
