@@ -71,13 +71,14 @@ class RandomFile(StoredCheckpoint):
             at += size
         _write(path, tensors.values())
         super().__init__(path, config, JsonTokenizerSource(path), tensors)
-        self._mapped = np.memmap(path, np.uint8, "r")
+        self._values = np.memmap(path, np.uint8, "r")
 
     def _bytes(self, raw: RawTensor) -> npt.NDArray[np.uint8]:
-        return np.asarray(self._mapped[raw.offset : raw.offset + raw.size])
+        return np.asarray(self._values[raw.offset : raw.offset + raw.size])
 
-    def _unmap(self) -> None:
-        del self._mapped
+    def close(self) -> None:
+        super().close()
+        del self._values
 
 
 def _write(path: Path, tensors: Iterable[RawTensor]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,19 +100,31 @@ class LeftWord:
     why: str
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class RebindReport:
     """Every word that `rebind` changed (`words`), and every word that it left (`left`)."""
 
-    later: Callable[[], tuple[ReboundWord, ...]]
-    """Returns the words; called at their first access."""
-    left: tuple[LeftWord, ...]
-    nodes: int
-    """The number of the graph's own nodes that were changed, or that contain a changed node."""
+    __slots__ = ("_later", "_words", "left", "nodes")
 
-    @cached_property
+    def __init__(
+        self,
+        words: Callable[[], tuple[ReboundWord, ...]],
+        left: tuple[LeftWord, ...],
+        *,
+        nodes: int,
+    ) -> None:
+        """`words` is called at the first access to the property."""
+        self._words: tuple[ReboundWord, ...] | None = None
+        self._later: Callable[[], tuple[ReboundWord, ...]] | None = words
+        self.left = left
+        self.nodes = nodes
+        """The number of the graph's own nodes that were changed, or that contain a changed node."""
+
+    @property
     def words(self) -> tuple[ReboundWord, ...]:
-        return self.later()
+        if self._words is None:
+            assert self._later is not None
+            self._words, self._later = self._later(), None
+        return self._words
 
     def __repr__(self) -> str:
         return f"<RebindReport: {str(self).splitlines()[0]}>"
@@ -224,7 +236,7 @@ def plan_rebind(
         [moves[number].target for number in which[words].tolist()],
         [_change(index.node(entry), field, setting_of) for entry, field in fields.items()],
         (rows, new[rows]),
-        RebindReport(later, tuple(left), index.count_outermost(index.owners[rows])),
+        RebindReport(later, tuple(left), nodes=index.count_outermost(index.owners[rows])),
     )
 
 
