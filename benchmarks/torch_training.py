@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -270,32 +270,42 @@ def measure(
     return rows
 
 
-def apart(
-    name: str, gpus: queue.SimpleQueue[str], chosen: Any
-) -> tuple[list[dict[str, object]], dict[str, str]]:
-    """Measures a work in a process of its own, on one of the GPUs, which is its alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["--works", name, "--steps", str(chosen.steps), "--device", chosen.device]
-        words += ["--compile", "--out", folder, *(["--quick"] if chosen.quick else [])]
-        command = [sys.executable, "-m", "benchmarks.torch_training", *words]
-        gpu = gpus.get()
-        try:
-            ended = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                text=True,
-                check=False,
-                timeout=chosen.within,
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
-            )
-            found = json.loads(ended.stdout.splitlines()[-1])
-        except subprocess.TimeoutExpired:
-            return [], {name: f"took longer than {chosen.within} s"}
-        except (IndexError, ValueError):
-            return [], {name: f"its process ended with status {ended.returncode}"}
-        finally:
-            gpus.put(gpu)
-    return found["rows"], found["skipped"]
+def apart(torch: Any, names: Sequence[str], chosen: Any) -> Iterator[dict[str, Any]]:
+    """Measures each work in a process of its own, with a GPU that no other one has meanwhile.
+    Yields `rows` and `skipped` of each, in order."""
+    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
+    numbers = ",".join(map(str, range(torch.cuda.device_count())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
+    for number in visible:
+        gpus.put(number)
+
+    def measured(name: str) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            words = ["--works", name, "--steps", str(chosen.steps), "--device", chosen.device]
+            words += ["--compile", "--out", folder, *(["--quick"] if chosen.quick else [])]
+            command = [sys.executable, "-m", "benchmarks.torch_training", *words]
+            gpu = gpus.get()
+            try:
+                ended = subprocess.run(
+                    command,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    check=False,
+                    timeout=chosen.within,
+                    env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+                )
+                found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+                return found
+            except subprocess.TimeoutExpired:
+                why = f"took longer than {chosen.within} s"
+            except (IndexError, ValueError):
+                why = f"its process ended with status {ended.returncode}"
+            finally:
+                gpus.put(gpu)
+        return {"rows": [], "skipped": {name: why}}
+
+    with ThreadPoolExecutor(len(visible)) as pool:
+        yield from pool.map(measured, names)
 
 
 def main() -> int:
@@ -313,26 +323,20 @@ def main() -> int:
     skipped: dict[str, str] = {}
     works = _works(torch)
     names = tuple(filter(None, chosen.works.split(","))) or tuple(works)
-    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
     if chosen.compile and len(names) > 1:
-        count = torch.cuda.device_count()
-        numbers = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-        for number in numbers.split(","):
-            gpus.put(number)
-        with ThreadPoolExecutor(count) as pool:
-            for found, left in pool.map(lambda name: apart(name, gpus, chosen), names):
-                rows += found
-                skipped |= left
-        names = ()
-    for name in names:
-        try:
-            rows += measure(
-                torch, name, works[name], 20 if chosen.quick else chosen.steps, chosen.compile
-            )
-        except Exception as error:
-            skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
-            print(name, skipped[name], flush=True)
-            traceback.print_exc()
+        for found in apart(torch, names, chosen):
+            rows += found["rows"]
+            skipped |= found["skipped"]
+    else:
+        for name in names:
+            try:
+                rows += measure(
+                    torch, name, works[name], 20 if chosen.quick else chosen.steps, chosen.compile
+                )
+            except Exception as error:
+                skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
+                print(name, skipped[name], flush=True)
+                traceback.print_exc()
     columns = (
         "work",
         "optimizer",

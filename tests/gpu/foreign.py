@@ -10,9 +10,10 @@ import abc
 import contextlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,21 @@ def library(name: str) -> ModuleType:
         warnings.simplefilter("ignore")
         module: ModuleType = pytest.importorskip(name)
     return module
+
+
+@contextlib.contextmanager
+def making(graphed: Callable[..., Any], device: Device) -> Iterator[Callable[..., Any]]:
+    """Makes functions by a library's `graphed` that end with the block, once their work is done."""
+    made: list[Any] = []
+
+    def build(function: Any, **options: Any) -> Any:
+        made.append(graphed(function, device=device, **options))
+        return made[-1]
+
+    yield build
+    device.synchronize()
+    for one in made:
+        one.close()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError, EagerRunError
-from tests.gpu.foreign import library
+from tests.gpu.foreign import library, making
 
 cupy = library("cupy")
 
@@ -26,16 +26,8 @@ Make = Callable[..., Any]
 def make(cuda_device: Device) -> Iterator[Make]:
     from ostinato.interop.cupy import graphed
 
-    made: list[Any] = []
-
-    def build(function: Any, **options: Any) -> Any:
-        made.append(graphed(function, device=cuda_device, **options))
-        return made[-1]
-
-    yield build
-    cuda_device.synchronize()
-    for one in made:
-        one.close()
+    with making(graphed, cuda_device) as build:
+        yield build
 
 
 def randn(*shape: int) -> Any:

@@ -23,7 +23,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import ClosedError, EagerRunError, InputError, VerificationError
-from tests.gpu.foreign import library
+from tests.gpu.foreign import library, making
 from tests.processes import child_environment
 
 torch = library("torch")
@@ -43,16 +43,8 @@ def no_gradients() -> Iterator[None]:
 def make(cuda_device: Device) -> Iterator[Make]:
     from ostinato.interop.torch import graphed
 
-    made: list[Any] = []
-
-    def build(function: Any, **options: Any) -> Any:
-        made.append(graphed(function, device=cuda_device, **options))
-        return made[-1]
-
-    yield build
-    torch.cuda.synchronize()
-    for one in made:
-        one.close()
+    with making(graphed, cuda_device) as build:
+        yield build
 
 
 def randn(*shape: int, dtype: Any = None) -> Any:

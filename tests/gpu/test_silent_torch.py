@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ostinato.device import Device
-from tests.gpu.foreign import library
+from tests.gpu.foreign import library, making
 
 torch = library("torch")
 
@@ -31,16 +31,8 @@ def no_gradients() -> Iterator[None]:
 def make(cuda_device: Device) -> Iterator[Make]:
     from ostinato.interop.torch import graphed
 
-    made: list[Any] = []
-
-    def build(function: Any, **options: Any) -> Any:
-        made.append(graphed(function, device=cuda_device, **options))
-        return made[-1]
-
-    yield build
-    torch.cuda.synchronize()
-    for one in made:
-        one.close()
+    with making(graphed, cuda_device) as build:
+        yield build
 
 
 def late(x: Any) -> Any:

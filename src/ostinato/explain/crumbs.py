@@ -12,7 +12,6 @@ longer overlaps the one before it, and a fault that needs the overlap may not co
 
 from __future__ import annotations
 
-import graphlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -34,6 +33,7 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
 )
 from ostinato.driver.interrupts import uninterrupted
+from ostinato.driver.order import in_order
 from ostinato.errors import GraphError, OstinatoError
 from ostinato.graph import Conditional, Graph, GraphExec, Node, every_node, prepare
 from ostinato.graph.frozen import graphs_inside
@@ -193,17 +193,19 @@ class CrumbTwin:
         index = {node.handle: node.index for node in nodes}
         before: list[list[int]] = [[] for _ in nodes]
         data: list[list[EdgeData]] = [[] for _ in nodes]
-        followed: set[int] = set()
+        edges: list[tuple[int, int]] = []
         for edge in target.context.driver.graph_edges(handle):
             if edge.source not in index:
                 raise GraphError("a child graph node was given another child since")
             source, to = index[edge.source], index[edge.target]
             before[to].append(source)
             data[to].append(edge.data)
-            followed.add(source)
-        order = _in_order(before)
+            edges.append((source, to))
+        order = in_order(len(nodes), edges)
+        assert order is not None, "a driver refuses edges that form a cycle"
         start, self._next = self._next, self._next + len(nodes)
         words = self._words[start : self._next]
+        followed = {source for source, _ in edges}
         clear = prepare(self._begin_kernel, LaunchConfig(1, _THREADS), words, len(nodes))
         begin = [target.add_operation(clear)] if nodes else []
         made: dict[int, Node] = {}
@@ -281,13 +283,6 @@ def _condition_places(node: Node, params: KernelNodeParams) -> Iterator[int]:
     for at in range(0, len(data) - 7, 8):
         if int.from_bytes(data[at : at + 8], "little") >= _SURE:
             yield at
-
-
-def _in_order(before: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Returns the nodes in an order in which each comes after those that it waits for."""
-    if all(source < i for i, sources in enumerate(before) for source in sources):
-        return range(len(before))
-    return tuple(graphlib.TopologicalSorter(dict(enumerate(before))).static_order())
 
 
 def _require_copyable(run: GraphExec, nodes: tuple[Node, ...]) -> None:

@@ -24,7 +24,7 @@ from ostinato.interop.reading.library import living_objects
 from ostinato.interop.reading.slots import points_at, words_of_nodes
 
 begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-"""None in a torch that lets no other code use its pools."""
+"""Lets this thread allocate from a pool; None in a torch that lets no other code use its pools."""
 
 _pools: dict[tuple[int, int], Any] = {}
 """For each device and stream of captures a pool for its workspaces.  Pools stay for ever: the
