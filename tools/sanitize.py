@@ -1,7 +1,7 @@
 """Runs compute-sanitizer over the GPU tests, in parallel parts, and writes one file of results.
 
     PYTHONPATH=src python3 -m tools.sanitize [--out DIR] [--only NAME ...] [--jobs N] [--gpus N]
-        [--within S] [--after FILE]
+        [--within S] [--after FILE] [--keyword WORDS]
 
 A part is one tool over one selection of tests, in a process of its own; the parts share the GPU,
 or are distributed over the GPUs in turn.  Tests that are marked `alone` come last, one at a time.
@@ -481,6 +481,7 @@ def _options() -> argparse.ArgumentParser:
     results = ROOT / "benchmarks" / "results"
     parser.add_argument("--out", type=Path, default=results, help="folder of the result file")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts named so")
+    parser.add_argument("--keyword", default="", metavar="WORDS", help="of these, as pytest's -k")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="so many take turns")
     parser.add_argument("--within", type=float, default=570, metavar="S", help="seconds in all")
@@ -493,6 +494,10 @@ def _options() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options().parse_args(argv)
     parts = [p for p in PARTS if not options.only or any(t in p.name for t in options.only)]
+    if options.keyword:
+        both = [(options.keyword, part.keyword) for part in parts]
+        words = [" and ".join(f"({each})" for each in pair if each) for pair in both]
+        parts = [replace(part, keyword=w) for part, w in zip(parts, words, strict=True)]
     if options.list:
         print("\n".join(part.name for part in parts))
         return 0
