@@ -304,13 +304,14 @@ def modules() -> Iterable[str]:
     )  # fmt: skip
 
 
-_BATCHES = f"decode-1B-batches-prompt-{H100}"
 _PEERS = ("transformers", "torch.cuda.graph", "torch.compile")
 
 
 def decode() -> Iterable[str]:
-    shapes = [("SmolLM2-135M", f"decode-135M-prompt-{H100}", 1)]
-    shapes += [("Llama-3.2-1B", _BATCHES, batch) for batch in (1, 8, 32, 64)]
+    shapes = [("SmolLM2-135M", "decode-135M-nvidia-h200.json", 1)]
+    shapes += [
+        ("Llama-3.2-1B", "decode-1B-batches-nvidia-h200.json", batch) for batch in (1, 8, 32, 64)
+    ]
     rows = []
     for shape, name, batch in shapes:
         speeds = [_of_peer(name, peer, batch) for peer in _PEERS]
@@ -831,9 +832,9 @@ def node_times() -> Iterable[str]:
 
 
 def lookup() -> Iterable[str]:
-    """The table of drafts at given rates: tokens a second without drafts, and with some."""
+    """The table of drafts in texts and at given rates: tokens a second without, and with some."""
     rows = {
-        (count, row["what"].partition(", ")[2], row["lookup"]): row
+        (count, row["what"].partition(", ")[2] or row["what"], row["lookup"]): row
         for count, name in ((1, "lookup-1B"), (8, "lookup-1B-8-sequences"))
         for row in results(f"{name}-nvidia-h200.json")["rows"]
     }
@@ -846,10 +847,17 @@ def lookup() -> Iterable[str]:
             row = rows[count, what, each]
             times = f" ({row['times']:.2f} ×)" if each else ""
             yield f"{row['tokens_per_second']:,.0f}{times}"
+        text = not what.endswith("a step")
+        yield (
+            ", ".join(f"{rows[count, what, n]['tokens_per_step']:.1f}" for n in drafts[1:])
+            if text
+            else ""
+        )
 
     head = [f"{each} drafts, tok/s" if each else "no drafts, tok/s" for each in drafts]
     lines = dict.fromkeys((count, what) for count, what, _ in rows)
-    return _table(("sequences", "tokens that are right", *head), (cells(*line) for line in lines))
+    heads = ("sequences", "text, or tokens that are right", *head, "tokens a step")
+    return _table(heads, (cells(*line) for line in lines))
 
 
 def tuning() -> Iterable[str]:

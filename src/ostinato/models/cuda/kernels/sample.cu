@@ -502,10 +502,10 @@ DEVICE int sample_row(Workbench& bench, bool plain, const Options* options, cons
         token = draw_token(bench, own, change, most);
     }
     if (change.is_any()) change.undo();
-    if (token >= 0 && own.logprobs && !isinf(change.most)) {
-        __syncthreads();  // all have read the mask
+    if (token >= 0 && own.logprobs) {
+        __syncthreads();  // all have read the mask, and `most` is written
         if (thread == 0) change.row.mask = nullptr;
-        write_logprobs(bench, change, token, own.logprobs - 1);
+        if (!isinf(change.most)) write_logprobs(bench, change, token, own.logprobs - 1);
     }
     return token;
 }
