@@ -79,7 +79,7 @@ def test_the_error_names_the_planted_node(name: str, host: Device, tmp_path: Pat
     assert "plants.py:" in found["text"] or plant.adopted  # other code's lines are not known
 
 
-@pytest.mark.parametrize("name", ["trap-chain", "trap-child", "third-turn-loop"])
+@pytest.mark.parametrize("name", ["trap-chain", "trap-child", "trap-early", "third-turn-loop"])
 def test_a_mark_comes_before_what_waited_for_its_node(name: str, tmp_path: Path) -> None:
     """Whatever the order of nodes that no edge orders."""
     for seed in range(8):

@@ -7,7 +7,8 @@ after the context is lost.
 Child graphs and bodies of conditional nodes have words of their own.
 
 An edge of a programmatic launch becomes a plain one if there is a crumb on it: a kernel then no
-longer overlaps the one before it, and a fault that needs the overlap may not come.
+longer overlaps the one before it, and a fault that needs the overlap may not come.  The crumb's own
+kernel starts early there, and waits for the end of the node before it sets the word.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from ostinato.driver.api import (
+    PROGRAMMATIC,
     AllocNodeParams,
     ChildGraphNodeParams,
     ConditionalHandle,
@@ -194,6 +196,7 @@ class CrumbTwin:
         before: list[list[int]] = [[] for _ in nodes]
         data: list[list[EdgeData]] = [[] for _ in nodes]
         edges: list[tuple[int, int]] = []
+        early: set[int] = set()
         for edge in target.context.driver.graph_edges(handle):
             if edge.source not in index:
                 raise GraphError("a child graph node was given another child since")
@@ -201,6 +204,8 @@ class CrumbTwin:
             before[to].append(source)
             data[to].append(edge.data)
             edges.append((source, to))
+            if edge.data.type is PROGRAMMATIC.type:
+                early.add(source)
         order = in_order(len(nodes), edges)
         assert order is not None, "a driver refuses edges that form a cycle"
         start, self._next = self._next, self._next + len(nodes)
@@ -219,12 +224,13 @@ class CrumbTwin:
             made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
             self._made[nodes[i].handle] = made[i]
             if count % self.every == 0 or i not in followed:
-                crumbs[i] = self._crumb(target, start + i, made[i])
+                crumbs[i] = self._crumb(target, start + i, made[i], early=i in early)
         return Area(start, nodes, before, order, frozenset(crumbs), inside)
 
-    def _crumb(self, target: Graph, at: int, after: Node) -> Node:
+    def _crumb(self, target: Graph, at: int, after: Node, *, early: bool) -> Node:
         mark = prepare(self._crumb_kernel, LaunchConfig(1, 1), self._words[at : at + 1])
-        return target.add_operation(mark, after=[after])
+        data = [PROGRAMMATIC] if early else None
+        return target.add(mark.params, after=[after], edge_data=data, operation=mark)
 
     def _add(
         self,

@@ -46,8 +46,12 @@ KERNEL ostinato_begin(unsigned* words, const unsigned n) {
     for (unsigned i = threadIdx.x; i < n; i += blockDim.x) ((volatile unsigned*)words)[i] = 2;
 }
 
-// Past the caches; the end of the kernel need not wait until the host has it.  One thread.
+// Past the caches; the end of the kernel need not wait until the host has it.  It may have started
+// before the node ended (a programmatic edge): then it waits here.  One thread.
 KERNEL ostinato_crumb(unsigned* word) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
     asm volatile("st.mmio.relaxed.sys.u32 [%0], 1;" : : "l"(word) : "memory");
 }
 
