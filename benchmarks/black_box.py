@@ -3,8 +3,8 @@
 A mark is a kernel of one thread, so with a mark after every node the GPU runs twice as many
 kernels.  A chain of tiny kernels is the worst case: a mark costs the same after a long one.  A
 decode step of the 8B shape (random weights, one row, position 64, one replay after the other) is
-what a user has; its kernels start early, which a mark between them prevents.  Without a box a
-launch runs no other code than before; `after` shows that nothing is left of a box that was closed.
+what a user has; its kernels start early, also with marks between them.  Without a box a launch runs
+no other code than before; `after` shows that nothing is left of a box that was closed.
 
     python -m benchmarks.black_box [--shape 8B] [--out DIR] [--device cuda:0|host] [--quick]
 

@@ -44,12 +44,15 @@ extern "C" __global__ void again(
     unsigned* count, unsigned turns, cudaGraphConditionalHandle condition) {
     cudaGraphSetConditional(condition, *count < turns);
 }
-extern "C" __global__ void spin(unsigned seconds) {
+// Before its own wait: it may do so while the kernel before it runs.
+extern "C" __global__ void hasty(float* x, unsigned long long at) { x[at] = 1.0f; early(); }
+extern "C" __global__ void spin(unsigned ms) {
+    early();
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     do {
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    } while (now - begin < seconds * 1000000000ull);
+    } while (now - begin < ms * 1000000ull);
 }
 """
 
@@ -82,14 +85,19 @@ def again(launch, count, turns, condition):
     launch.set_conditional(condition, int(count[0] < turns))
 
 
-@ost.host_kernel("seconds: u32")
-def spin(launch, seconds):
+@ost.host_kernel("x: *f32, at: u64")
+def hasty(launch, x, at):
+    x[at] = 1
+
+
+@ost.host_kernel("ms: u32")
+def spin(launch, ms):
     import time
 
-    time.sleep(seconds)
+    time.sleep(ms / 1000)
 
 
-SOURCE = ost.Source(CUDA, host=[twice, touch, fold, trap, again, spin], name="plants.cu")
+SOURCE = ost.Source(CUDA, host=[twice, touch, fold, trap, again, hasty, spin], name="plants.cu")
 ONE = ost.LaunchConfig(1, 1)
 ROW = ost.LaunchConfig(1, N)
 
@@ -144,17 +152,24 @@ def chain(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...], after: Any = (
     return graph.add_copy(ground.y, ground.x, after=[third])
 
 
-def early(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...]) -> None:
+def early(
+    ground: Ground, graph: ost.Graph, bad: tuple[Any, ...], first: tuple[Any, ...] = ()
+) -> None:
     """Kernels that may start before the one before them ends; the bad node is number 1."""
     after: list[ost.Node] = []
     for name, config, args in (
-        ("twice", ROW, (ground.x,)),
+        first or ("twice", ROW, (ground.x,)),
         bad,
         *2 * [("twice", ROW, (ground.y,))],
     ):
         made = ost.prepare(ground.kernel(name), config, *args)
         data = [PROGRAMMATIC] * len(after)
         after = [graph.add(made.params, after=after, edge_data=data, operation=made)]
+
+
+def ahead(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...]) -> None:
+    """The same behind a kernel of 0.2 s, which lets the bad one start at once."""
+    early(ground, graph, bad, ("spin", ONE, (200,)))
 
 
 def fork(ground: Ground, graph: ost.Graph, bad: tuple[Any, ...]) -> None:
@@ -203,6 +218,8 @@ class Plant:
     adopted: bool = False
     stale: bool = False
     """The memory is freed after the first replay, as if a rebind was forgotten."""
+    hasty: bool = False
+    """The bad node may fail early, while the one before it runs: then both are named."""
 
     @property
     def again(self) -> bool:
@@ -212,6 +229,7 @@ class Plant:
 
 PLANTS = {
     **{f"{bad}-chain": Plant(bad, chain, ("1",)) for bad in BAD},
+    "hasty-ahead": Plant("hasty", ahead, ("1", "0"), hasty=True),
     **{f"{bad}-fork": Plant(bad, fork, ("1", "2")) for bad in ("beyond", "trap")},
     **{f"{bad}-child": Plant(bad, child, ("1/0/1",)) for bad in ("null", "trap")},
     **{f"{bad}-body": Plant(bad, body, ("1/0/1",)) for bad in ("beyond", "misaligned")},
@@ -223,6 +241,7 @@ PLANTS = {
     "trap-every-2": Plant("trap", chain, ("1", "0"), every=2),
 }
 BAD["third"] = lambda g: ("trap", ONE, (g.count, 3))
+BAD["hasty"] = lambda g: ("hasty", ONE, (g.x, 1 << 40))
 
 
 def planted(name: str, device: Device, folder: str) -> dict[str, Any]:
@@ -251,6 +270,7 @@ def planted(name: str, device: Device, folder: str) -> dict[str, Any]:
         return {
             "status": error.status,
             "running": [node.path for replay in report.replays for node in replay.running],
+            "early": [n.path for r in report.replays for n in r.nodes if n.state == "early"],
             "text": str(error),
             "file": report.file,
             "graph": next(replay.file for replay in report.replays),
@@ -258,18 +278,18 @@ def planted(name: str, device: Device, folder: str) -> dict[str, Any]:
     return {"running": [], "text": "no fault", "file": None}
 
 
-def running(report: str) -> list[str]:
-    """The paths of the nodes that may have been running, from what `autopsy --json` prints."""
+def in_state(report: str, *states: str) -> list[str]:
+    """The paths of the nodes in one of the states, from what `autopsy --json` prints."""
     replays = json.loads(report)["replays"]
     nodes = [node for replay in replays for node in replay["nodes"]]
-    return [node["path"] for node in nodes if node["state"] == "running"]
+    return [node["path"] for node in nodes if node["state"] in states]
 
 
 def hang(device: Device) -> dict[str, Any]:
     """A node that runs for some seconds, and a wait of half a second."""
     ground = Ground(device)
     graph = ost.Graph.create(device)
-    chain(ground, graph, ("spin", ONE, (3,)))
+    chain(ground, graph, ("spin", ONE, (3000,)))
     run = graph.instantiate()
     with ost.black_box():
         run.launch(ground.stream)

@@ -428,6 +428,6 @@ def black_box(
     Not watched, which a warning and the report say: graphs with alloc or free nodes, with
     conditions that another library made, with nodes that cannot be read, or whose definition was
     closed; launches during captures.  Not guaranteed: that a fault comes with the marks, which
-    change the timing and keep launches with `programmatic` from overlapping.  Raises InputError.
+    change the timing.  Raises InputError.
     """
     return BlackBox(*runs, every=every, folder=folder, inputs=inputs)

@@ -6,9 +6,10 @@ filled with another value than at the start.  The host can read the words while 
 after the context is lost.
 Child graphs and bodies of conditional nodes have words of their own.
 
-An edge of a programmatic launch becomes a plain one if there is a crumb on it: a kernel then no
-longer overlaps the one before it, and a fault that needs the overlap may not come.  The crumb's own
-kernel starts early there, and waits for the end of the node before it sets the word.
+A kernel that lets the next one start early (a programmatic edge) still does: the crumb's kernel
+starts early behind it, sets the word to a third value, lets the next kernel start, and waits for
+the end of the node before it sets the word to that of a node that ended.  So the words tell which
+nodes cannot have started.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.probes import probe
 from ostinato.memory.buffer import allocate
 
-State: TypeAlias = Literal["finished", "running", "waiting"]
+State: TypeAlias = Literal["finished", "running", "early", "waiting"]
 _PLAIN = EdgeData()
-_ENDED, _BEGUN = 1, 2
-"""Words of a node that has finished, and of one whose graph has begun; before that they are 0."""
+_ENDED, _BEGUN, _LETS = 1, 2, 3
+"""Words of a node that has finished, of one whose graph has begun, and of one that lets the next
+ones start early and has not finished; before that they are 0."""
 _THREADS = 256
 _SURE = 1 << 16
 """Smaller words of kernels without a signature are numbers, not handles of conditions."""
@@ -57,7 +59,8 @@ class Area:
 
     start: int
     nodes: tuple[Node, ...]
-    before: Sequence[Sequence[int]]
+    before: Sequence[Sequence[tuple[int, bool]]]
+    """The nodes that each node waits for; True: it may start before that one ends."""
     order: Sequence[int]
     marked: frozenset[int]
     """The nodes that are followed by a crumb."""
@@ -65,29 +68,40 @@ class Area:
 
     def under_way(self, words: Sequence[int]) -> bool:
         """True if the graph has begun, and not all its nodes have finished."""
-        return any(words[self.start + i] == _BEGUN for i in self.marked)
+        return any(words[self.start + i] in (_BEGUN, _LETS) for i in self.marked)
 
     def states(self, words: Sequence[int]) -> list[State]:
         """Returns what is known of each node of a graph that is under way.
 
         "running": may be running; with a crumb after each node these are the nodes that can run at
-        once, with fewer crumbs also some before and after them.
+        once, with fewer crumbs also some before and after them.  "early": may have started while a
+        node that it waits for is running, and come to its own wait for that one.
         """
         ended = [words[self.start + i] == _ENDED for i in range(len(self))]
         for i in reversed(self.order):  # what a node waited for has finished
             if ended[i]:
-                for source in self.before[i]:
-                    ended[source] = True
-        states: list[State] = ["running"] * len(self)
+                for source, _ in self.before[i]:
+                    if source not in self.marked:
+                        ended[source] = True
+        states: list[State] = ["waiting"] * len(self)
         for i in self.order:
             if ended[i]:
                 states[i] = "finished"
-            elif any(
-                states[b] == "waiting" or (b in self.marked and not ended[b])
-                for b in self.before[i]
-            ):
-                states[i] = "waiting"
+                continue
+            allowed = [self._allowed(b, early, states[b], words) for b, early in self.before[i]]
+            if all(allowed):
+                states[i] = "early" if "early" in allowed else "running"
         return states
+
+    def _allowed(
+        self, source: int, early: bool, state: State, words: Sequence[int]
+    ) -> Literal["running", "early", ""]:
+        """Returns the state in which a node may be for all that one before it has done."""
+        if state == "finished":
+            return "running"
+        if source in self.marked:
+            return "early" if early and words[self.start + source] == _LETS else ""
+        return "" if state == "waiting" else state
 
     def with_nodes(self, nodes: tuple[Node, ...]) -> Area:
         """Returns the same with other parameters of the nodes."""
@@ -114,6 +128,7 @@ class CrumbTwin:
         _require_copyable(run, nodes)
         every_graph = [nodes, *(body for node in every_node(nodes) for body in node.children)]
         self._crumb_kernel = probe(context, "ostinato_crumb")
+        self._early_kernel = probe(context, "ostinato_early_crumb")
         self._begin_kernel = probe(context, "ostinato_begin")
         size = max(1, sum(map(len, every_graph)))
         self._words = allocate(context, size, "u4", pinned=True, name="crumbs")
@@ -193,7 +208,7 @@ class CrumbTwin:
         """Adds the nodes of a graph, and the crumbs.  `defined`: the nodes of the definition, which
         know the graphs inside of them, also after an update of the executable."""
         index = {node.handle: node.index for node in nodes}
-        before: list[list[int]] = [[] for _ in nodes]
+        before: list[list[tuple[int, bool]]] = [[] for _ in nodes]
         data: list[list[EdgeData]] = [[] for _ in nodes]
         edges: list[tuple[int, int]] = []
         early: set[int] = set()
@@ -201,10 +216,11 @@ class CrumbTwin:
             if edge.source not in index:
                 raise GraphError("a child graph node was given another child since")
             source, to = index[edge.source], index[edge.target]
-            before[to].append(source)
+            programmatic = edge.data.type is PROGRAMMATIC.type
+            before[to].append((source, programmatic))
             data[to].append(edge.data)
             edges.append((source, to))
-            if edge.data.type is PROGRAMMATIC.type:
+            if programmatic:
                 early.add(source)
         order = in_order(len(nodes), edges)
         assert order is not None, "a driver refuses edges that form a cycle"
@@ -217,10 +233,12 @@ class CrumbTwin:
         crumbs: dict[int, Node] = {}
         inside: dict[int, tuple[Area, ...]] = {}
         for count, i in enumerate(order, 1):
-            after = [crumbs.get(b) or made[b] for b in before[i]] or begin
-            kinds = [_PLAIN if b in crumbs else d for b, d in zip(before[i], data[i], strict=True)]
-            plain = all(kind == _PLAIN for kind in kinds)
-            data_of = None if plain else kinds
+            after = [crumbs.get(b) or made[b] for b, _ in before[i]] or begin
+            kinds = [
+                kind if b not in crumbs else PROGRAMMATIC if programmatic else _PLAIN
+                for (b, programmatic), kind in zip(before[i], data[i], strict=True)
+            ]
+            data_of = None if all(kind == _PLAIN for kind in kinds) else kinds
             made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
             self._made[nodes[i].handle] = made[i]
             if count % self.every == 0 or i not in followed:
@@ -228,7 +246,8 @@ class CrumbTwin:
         return Area(start, nodes, before, order, frozenset(crumbs), inside)
 
     def _crumb(self, target: Graph, at: int, after: Node, *, early: bool) -> Node:
-        mark = prepare(self._crumb_kernel, LaunchConfig(1, 1), self._words[at : at + 1])
+        kernel = self._early_kernel if early else self._crumb_kernel
+        mark = prepare(kernel, LaunchConfig(1, 1), self._words[at : at + 1])
         data = [PROGRAMMATIC] if early else None
         return target.add(mark.params, after=[after], edge_data=data, operation=mark)
 

@@ -20,7 +20,9 @@ _FORMAT = 1
 class NodeReport:
     """A node of a replay that was under way.
 
-    `state`: "finished", "running" (it may have been running) or "waiting" (it had not begun).
+    `state`: "finished", "running" (it may have been running), "early" (it may have started before
+    the end of a running node that it waits for, as programmatic launch allows) or "waiting" (it had
+    not begun).
     `path` as in `PointerReport`; `launch`: grid, block and shared memory of a kernel; `line`: the
     line of Python that made the node, "" if unknown.
     """
@@ -65,9 +67,14 @@ class ReplayReport:
 
     def __str__(self) -> str:
         running = self.running
+        early = [node for node in self.nodes if node.state == "early"]
         which = "this node" if len(running) == 1 else f"one of these {len(running)} nodes"
+        which += ", or in one that started early" * bool(early)
         lines = [f"a replay of {self.graph} was in {which}:"]
         lines += [f"  {line}" for node in running for line in str(node).split("\n")]
+        if early:
+            lines.append("  may have started early (programmatic launch), up to its own wait:")
+        lines += [f"    {line}" for node in early for line in str(node).split("\n")]
         for state, what in (("finished", "finished"), ("waiting", "not begun")):
             paths = [node.path for node in self.nodes if node.state == state]
             lines.append(f"  {what}: {_folded(paths) or 'none'}")

@@ -41,18 +41,27 @@ KERNEL ostinato_digest(const unsigned char* memory, const Word nbytes, const Wor
     if (threadIdx.x == 0) out[blockIdx.x] = sum;
 }
 
-// For words in host memory: 2, a graph has begun; 1, a node has finished (explain/crumbs.py).
+// For words in host memory (explain/crumbs.py): 2, a graph has begun; 1, a node has finished; 3, it
+// lets the next one start early.
 KERNEL ostinato_begin(unsigned* words, const unsigned n) {
     for (unsigned i = threadIdx.x; i < n; i += blockDim.x) ((volatile unsigned*)words)[i] = 2;
 }
 
-// Past the caches; the end of the kernel need not wait until the host has it.  It may have started
-// before the node ended (a programmatic edge): then it waits here.  One thread.
-KERNEL ostinato_crumb(unsigned* word) {
+// Past the caches; the end of the kernel need not wait until the host has it.
+__device__ void set_word(unsigned* word, const unsigned value) {
+    asm volatile("st.mmio.relaxed.sys.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
+}
+
+// One thread.
+KERNEL ostinato_crumb(unsigned* word) { set_word(word, 1); }
+
+// The same behind a programmatic edge: it starts when all blocks of the node let it.  One thread.
+KERNEL ostinato_early_crumb(unsigned* word) {
+    set_word(word, 3);
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
 #endif
-    asm volatile("st.mmio.relaxed.sys.u32 [%0], 1;" : : "l"(word) : "memory");
+    set_word(word, 1);
 }
 
 // Copies pieces of memory: the words of a piece are its source, its target and its bytes.  One block

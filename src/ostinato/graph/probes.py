@@ -42,6 +42,11 @@ def _crumb(launch: Any, word: Any) -> None:
     word[0] = 1
 
 
+@host_kernel("word: *out u32", name="ostinato_early_crumb")
+def _early_crumb(launch: Any, word: Any) -> None:
+    word[0] = 1
+
+
 @host_kernel("pieces: *const u64", name="ostinato_copy")
 def _copy(launch: Any, pieces: Any) -> None:
     for source, target, nbytes in pieces[: 3 * launch.grid[0]].reshape(-1, 3).tolist():
@@ -52,7 +57,9 @@ def _copy(launch: Any, pieces: Any) -> None:
 def source() -> Source:
     """Returns the source of the kernels."""
     text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
-    return Source(text, host=[_stamp, _digest, _begin, _crumb, _copy], name="probes.cu")
+    return Source(
+        text, host=[_stamp, _digest, _begin, _crumb, _early_crumb, _copy], name="probes.cu"
+    )
 
 
 def probe(context: Context, name: str) -> Kernel:
