@@ -275,7 +275,7 @@ def planted(name: str, device: Device, folder: str) -> dict[str, Any]:
             "file": report.file,
             "graph": next(replay.file for replay in report.replays),
         }
-    return {"running": [], "text": "no fault", "file": None}
+    return {"running": [], "early": [], "text": "no fault", "file": None}
 
 
 def in_state(report: str, *states: str) -> list[str]:

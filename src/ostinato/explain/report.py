@@ -69,11 +69,13 @@ class ReplayReport:
         running = self.running
         early = [node for node in self.nodes if node.state == "early"]
         which = "this node" if len(running) == 1 else f"one of these {len(running)} nodes"
-        which += ", or in one that started early" * bool(early)
+        which += ", or in one that may have started early" * bool(early)
         lines = [f"a replay of {self.graph} was in {which}:"]
         lines += [f"  {line}" for node in running for line in str(node).split("\n")]
         if early:
-            lines.append("  may have started early (programmatic launch), up to its own wait:")
+            lines.append(
+                "  may have started early (programmatic launch), and come to its own wait:"
+            )
         lines += [f"    {line}" for node in early for line in str(node).split("\n")]
         for state, what in (("finished", "finished"), ("waiting", "not begun")):
             paths = [node.path for node in self.nodes if node.state == state]
