@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.kernels.checks import config_of
 from ostinato.distributed import exchange, nccl
 from ostinato.graph import probes
-from ostinato.interop.reading import moves
+from ostinato.interop.reading import conditions, moves
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.bricks import FORMATS, formats_of
 from ostinato.models.cuda.dequantise import dequantise_source, repack_source
@@ -165,6 +165,7 @@ def library_checks() -> Iterator[KernelCheck]:
     for source in (dequantise_source(), repack_source(), unpack_source(), nccl.kernels()):
         yield KernelCheck(source.name, source, shared=dict.fromkeys(source.signatures, 0))
     yield KernelCheck("moves.cu", moves.source())
+    yield KernelCheck("conditions.cu", conditions.source())
     yield KernelCheck("step/fills.cu", fills.source())
     yield KernelCheck("graph/probes.cu", probes.source())
     # A multiprocessor's 2,048 threads all at once: these kernels wait for random reads.

@@ -5,7 +5,10 @@ function runs in a replay, and what it read is what it was."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.interop.captures import waits
 from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading import conditions
 from ostinato.interop.reading.chains import Wait
 from ostinato.interop.reading.library import GraphedOptions, NotGraphable, WaitsForDevice
 from ostinato.interop.torch.capturing import explained, noted_backward
@@ -115,6 +119,18 @@ class Slot(TorchDispatchMode):  # type: ignore[misc]
         return self.tape.__torch_dispatch__(func, types, args, kwargs)
 
 
+_numbers = itertools.count()
+_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
+
+
+@ost.host_kernel("number: u64", name="play")
+def _play(how: Any, number: int) -> None:
+    _tapes[number].play()
+
+
+_PLAYER = ost.Source(host=[_play])
+
+
 class TapeSegment:
     """A capture of a chain."""
 
@@ -138,8 +154,12 @@ class TapeSegment:
             raise RuntimeError("the capture was broken")
         if not self.tape.noted:
             return None
-        graph = ost.Graph.create(self.device)
-        graph.add_call(self.tape.play)
+        # A kernel, since bodies of conditional nodes hold no call.
+        number, graph = next(_numbers), ost.Graph.create(self.device)
+        _tapes[number] = self.tape
+        kernel = self.device.modules.get_or_compile(_PLAYER, "play")
+        graph.add_kernel(kernel, ost.LaunchConfig(grid=1, block=1), number)
+        graph.keep.append(self.tape)
         return graph
 
     def refused(self, error: Exception) -> bool:
@@ -241,6 +261,8 @@ class OnTape(OnCpu):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
+        # torch's memory is not the driver's.
+        conditions._read = lambda how, address, nbytes: ctypes.string_at(address, nbytes)
         self.waiting: set[Any] = set()
 
     @property

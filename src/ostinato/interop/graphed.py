@@ -362,6 +362,12 @@ class Graphed(Guarded, Closeable):
             line.decided_at = None
         captured, made = work.captured, work.made
         if captured is not None and made is not None:
+            if captured.chain is not None:
+                try:
+                    work.finish(captured.chain)
+                except Diverged:
+                    self._engine.entered(line)[1].replays -= 1
+                    raise
             if captured.attached or captured.written or captured.tree.given or given.sizes:
                 work.result = self._results(work, captured, made)
             else:  # its only effect is a result of the copies alone
@@ -671,7 +677,7 @@ class Graphed(Guarded, Closeable):
                 place = library.address(output)
                 hows.append(library.clone if any(m.holds(place) for m in memory) else _itself)
         else:
-            moved = () if captured.moves is None else captured.moves.outputs
+            moved = captured.moved
             if moved and len(moved) == len(outputs):
                 return build
             # Static arrays stay themselves.  An array over static memory is a new one each time,
@@ -1253,14 +1259,14 @@ class _Work(Work):
             captured.backward.begin(given.leaves, door._lock, turns.take)
         if given.sizes:
             self._stage(captured, poisoned)
-        elif moves is None or not moves.inputs:
-            captured.stage(given.leaves)
         made = self.made = [*itertools.starmap(library.new, captured.recipes)]
+        if moves is None and not given.sizes:
+            captured.stage([*given.leaves, *made])
         if captured.chain is not None:
             self._run_chain(captured.chain)
         if moves is None:
             return None
-        leaves = given.leaves if moves.inputs and not given.sizes else ()
+        leaves = given.leaves if moves.inputs else ()
         address = library.address
         return moves.change(moves.packed(*map(address, leaves), *map(address, made)))
 
@@ -1291,12 +1297,18 @@ class _Work(Work):
             raise
         self._ran = chain
 
+    def finish(self, chain: Chain) -> None:
+        """Waits for the numbers inside of the last graph, after its launch.  Raises Diverged, with
+        all memory as before the call."""
+        assert self._before is not None, "the chain was run"
+        self.fresh = [*self.fresh, *chain.finish(self._before)]
+
     def _put_back(self) -> None:
         before, self._before = self._before, None
         if before is not None:
             before()
         chain, self._ran = self._ran, None
-        if chain is not None:  # its last graph was refused
+        if chain is not None and chain.links:  # its last graph was refused
             try:
                 chain.stop("the last of them")
             except StateLostError as lost:
@@ -1311,6 +1323,8 @@ class _Work(Work):
         def replay(turn: int) -> Any:
             launch(self.bind(poisoned=turn == 2))
             assert self.captured is not None and self.made is not None
+            if self.captured.chain is not None:
+                self.finish(self.captured.chain)
             return door._results(self, self.captured, self.made)
 
         def eager() -> Any:

@@ -11,6 +11,9 @@ next graph.  Another value ends the replay (`Diverged`), since Python does not r
 that the graphs have written is put back, and the call is made in another way from its start.  A
 value that Python only returns (`tails.py`) is not compared: a replay returns its own.
 
+Where the host waits for one number, the device compares it, and the graphs before and after it are
+one (`conditions.py`).
+
 A call of Python on objects that count and decide there (`optimizer.step()`) is made again by each
 replay, between two graphs (`Library.step_in_python`).
 """
@@ -27,8 +30,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ostinato import Graph, GraphExec, Stream
+from ostinato import Device, Graph, GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
+from ostinato.interop.reading.conditions import Record, Scalar, join
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.lowlevel import NotLaunched, new_lock
 
@@ -90,6 +94,8 @@ class Wait:
     """The call of Python that `again` makes, if that is no operation that waits."""
     reads: frozenset[int] = frozenset()
     """Addresses of the device's memory that `again` uses."""
+    scalar: Scalar | None = None
+    """The number that `again` reads, if it reads one and does nothing else."""
 
     @property
     def compared(self) -> bool:
@@ -109,12 +115,37 @@ class Diverged(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """The waits for numbers inside of one executable."""
+
+    record: Record
+    waits: list[Wait]
+
+    def read(self, fresh: list[Any]) -> int | None:
+        """Waits for the numbers after a launch.  Adds those that the call returns to `fresh`;
+        returns the index of the one that is another than in the chain, or None."""
+        other = self.record.wait()
+        if other is None:
+            for index, wait in enumerate(self.waits):
+                if wait.place is not None and wait.place.paths:
+                    fresh.append(wait.place.convert(self.record.seen(index)))
+        return other
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ChainLink:
     """A graph and the operation that waits after it."""
 
     executable: GraphExec | None
     """The graph's executable; None if nothing was submitted before the wait."""
     wait: Wait
+    numbers: Numbers | None = None
+    """The waits inside of the graph; None if there are none."""
+
+    @property
+    def waits(self) -> list[Wait]:
+        """The waits inside of the graph, and the one after it."""
+        return [*([] if self.numbers is None else self.numbers.waits), self.wait]
 
 
 class KeepingLibrary(Protocol):
@@ -137,6 +168,8 @@ class Chain:
     """The graphs of a call but the last, with the waits after them."""
 
     links: list[ChainLink]
+    last: Numbers | None = None
+    """The waits inside of the last graph; None if there are none."""
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
     draws: bool = False
@@ -152,18 +185,30 @@ class Chain:
     as `Library.attached` lists them."""
 
     def __post_init__(self) -> None:
-        waits = [link.wait for link in self.links]
+        waits = self.waits
         self.values = tuple([wait.value if wait.place is None else _RETURNED for wait in waits])
         self.places = [wait.place for wait in waits if wait.place is not None and wait.place.paths]
+
+    @property
+    def waits(self) -> list[Wait]:
+        """All waits, in the order in which the host sees their values.  Those that only bound a
+        capture are not among them: whether they are there does not depend on the values before."""
+        found = [wait for link in self.links for wait in link.waits]
+        found += [] if self.last is None else self.last.waits
+        return [wait for wait in found if wait.line]
 
     def run(self, stream: Stream) -> list[Any]:
         """Runs everything before the last graph; returns the values for `places`.
 
         Raises Diverged; NotLaunched, and StateLostError if some memory cannot be put back."""
-        fresh = []
+        fresh: list[Any] = []
+        done = 0
         for index, link in enumerate(self.links):
+            numbers, wait = link.numbers, link.wait
             if link.executable is not None:
                 try:
+                    if numbers is not None:
+                        numbers.record.begin(stream)
                     link.executable.launch(stream)
                 except ContextPoisonedError:
                     raise
@@ -171,14 +216,41 @@ class Chain:
                     if index:
                         self.stop(error)
                     raise NotLaunched(str(error)) from error
-            value, place = link.wait.again(), link.wait.place
+            if numbers is not None:
+                done = self._read(numbers, done, fresh)
+            value, place = wait.again(), wait.place
             if place is None:
-                if value != link.wait.value:
-                    raise Diverged((*self.values[:index], value), link.wait.line)
+                if value != wait.value:
+                    raise Diverged((*self.values[:done], value), wait.line)
             elif place.paths:
                 fresh.append(place.convert(value))
+            done += bool(wait.line)
         for array, name, value in self.settled:
             setattr(array, name, value)
+        if self.last is not None:
+            self.last.record.begin(stream)
+        return fresh
+
+    def _read(self, numbers: Numbers, done: int, fresh: list[Any]) -> int:
+        """Waits for the numbers of a graph; returns the number of values that the host has seen.
+        `done`: of those before.  Raises Diverged."""
+        other = numbers.read(fresh)
+        if other is not None:
+            seen = numbers.record.seen(other)
+            raise Diverged((*self.values[: done + other], seen), numbers.waits[other].line)
+        return done + len(numbers.waits)
+
+    def finish(self, put_back: Callable[[], None]) -> list[Any]:
+        """Waits for the numbers of the last graph, after its launch; returns those for `places`.
+
+        Raises Diverged.  `put_back`: the function that `start` returned; called if this raises."""
+        fresh: list[Any] = []
+        if self.last is not None:
+            try:
+                self._read(self.last, len(self.values) - len(self.last.waits), fresh)
+            except BaseException:
+                put_back()
+                raise
         return fresh
 
     def start(
@@ -217,7 +289,7 @@ class Chain:
     @property
     def steps(self) -> list[PythonStep]:
         """The calls of Python between the graphs."""
-        return [link.wait.step for link in self.links if link.wait.step is not None]
+        return [wait.step for wait in self.waits if wait.step is not None]
 
     @property
     def graphs(self) -> list[Graph]:
@@ -228,7 +300,7 @@ class Chain:
     def words(self) -> str:
         """The number of graphs, and the lines that wait, for tables."""
         waits, steps = dict[str, None](), dict[str, None]()
-        for wait in [link.wait for link in self.links if link.wait.line]:
+        for wait in self.waits:
             (waits if wait.step is None else steps)[wait.line.partition(": ")[0]] = None
         graphs = 1 + sum(link.executable is not None for link in self.links)
         text = f"{graphs} graph{'s' * (graphs > 1)}"
@@ -282,9 +354,57 @@ class ChainBuilder:
         self.links.append(ChainLink(self.last, wait))
         self.last = None
 
+    def joined(self, device: Device) -> tuple[Chain, GraphExec]:
+        """Makes the chain, in which graphs with waits for numbers between them are one, and returns
+        it with the executable of its last graph."""
+        links: list[ChainLink] = []
+        run: list[ChainLink] = []
+        numbers: Numbers | None = None
+        executable: GraphExec | None = None
+        for link in [*self.links, None]:
+            if link is not None and (link.wait.scalar is not None or not link.wait.line):
+                run.append(link)
+                continue
+            executable = self.last if link is None else link.executable
+            made = _join(device, run, executable)
+            if made is None:
+                links, numbers = [*links, *run], None
+            else:
+                executable, numbers = made
+            if link is not None:
+                links.append(ChainLink(executable, link.wait, numbers))
+            run = []
+        if executable is None:  # the function ends with a wait
+            empty = Graph.create(device)
+            empty.add_empty()
+            executable = empty.instantiate()
+        return Chain(links, numbers), executable
+
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
         """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
         return ResultPlace.of(frame, self._function, self._caller, given)
+
+
+def _join(
+    device: Device, run: Sequence[ChainLink], last: GraphExec | None
+) -> tuple[GraphExec, Numbers] | None:
+    """Makes one graph of those of some links and a last one, if there are numbers between them, and
+    closes their executables; returns None if it cannot be made."""
+    parts: list[Graph | Scalar] = []
+    before = [link.executable for link in run]
+    for executable, link in zip([*before, last], [*run, None], strict=True):
+        if executable is not None:
+            parts.append(executable.graph)
+        if link is not None and link.wait.scalar is not None:
+            parts.append(link.wait.scalar)
+    waits = [link.wait for link in run if link.wait.scalar is not None]
+    made = join(device, parts) if waits else None
+    if made is None:
+        return None
+    for each in (*before, last):
+        if each is not None:
+            each.close()
+    return made[0], Numbers(made[1], waits)
 
 
 _telling = new_lock()

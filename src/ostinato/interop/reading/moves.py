@@ -9,6 +9,7 @@ outside the graph.
 
 from __future__ import annotations
 
+import copy
 import operator
 import struct
 from collections.abc import Callable, Sequence
@@ -93,8 +94,8 @@ class Moves:
     def stage(
         self, executable: GraphExec, address: Callable[[Any], int], arrays: Sequence[Any]
     ) -> None:
-        """Makes the next launch of an executable copy these arrays in, and none out.  Raises
-        NotLaunched if the executable refuses."""
+        """Makes the next launch of an executable copy arrays: those of a call in, then outputs into
+        these.  Raises NotLaunched if the executable refuses."""
         try:
             self.change(self.packed(*map(address, arrays)))(executable)
         except ContextPoisonedError:
@@ -127,6 +128,13 @@ class Mover:
             raise  # a later try may find memory
         except OstinatoError:
             return None
+
+    def apart(self) -> Mover:
+        """Returns one with a table of its own, for a chain: other graphs of the function may run
+        between its first node and its last."""
+        other = copy.copy(self)
+        other.table = self.device.zeros(MOST, "u64")
+        return other
 
     def begin(self, stream: Stream, inputs: Sequence[tuple[int, int]]) -> None:
         """Captures the first node.  `inputs`: addresses and bytes of the graph's own inputs."""

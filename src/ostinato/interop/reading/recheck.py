@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ostinato import MemoryRange, Stream
+from ostinato import GraphExec, MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
-from ostinato.interop.reading.chains import Diverged
+from ostinato.interop.reading.chains import Chain, Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import GraphedOptions, Library
@@ -447,13 +447,19 @@ class _Way:
             fresh: list[Any] = []
             chain, put_back = captured.chain, _nothing
             try:
-                captured.stage(leaves)
+                if captured.moves is None:
+                    captured.stage([*leaves, *made])
                 if chain is not None:
                     fresh, put_back = chain.start(self._library, self._state, self._stream)
             except (Diverged, NotLaunched):
                 return MISSED
-            if not self._replay(captured, made):
+            if not self._replay(captured, leaves, made):
                 put_back()
+                return MISSED
+            try:
+                if chain is not None:
+                    fresh += chain.finish(put_back)
+            except Diverged:
                 return MISSED
             self.count += 1
             result = captured.give(made, fresh)
@@ -461,14 +467,15 @@ class _Way:
                 self._line.times.append((time.perf_counter_ns() - began) / 1e9)
             return result
 
-    def _replay(self, captured: Captured, made: Sequence[Any]) -> bool:
+    def _replay(self, captured: Captured, leaves: Sequence[Any], made: Sequence[Any]) -> bool:
         """Launches the last graph of a chain, or the only one; returns False if it was evicted.
-        `made`: the arrays that it copies its outputs into."""
+        `leaves`: the arrays that it copies in.  `made`: those that it copies its outputs into."""
         chain, moves, change = captured.chain, captured.moves, None
         why: object = "the last one was evicted"
         try:
             if moves is not None:
-                change = moves.change(moves.packed(*map(self._library.address, made)))
+                arrays = [*leaves, *made] if moves.inputs else made
+                change = moves.change(moves.packed(*map(self._library.address, arrays)))
             if self._cache.replay(self._line.name, self._stream, change):
                 return True
         except ContextPoisonedError:
@@ -477,9 +484,35 @@ class _Way:
             why = error
             if chain is None:
                 raise
-        if chain is not None:
+        if chain is not None and chain.links:
             chain.stop(why)
         return False
+
+
+def _replay_chain(
+    subject: Subject,
+    chain: Chain,
+    state: Sequence[Any],
+    name: str,
+    stream: Stream,
+    change: Callable[[GraphExec], object],
+) -> bool:
+    """Replays a chain of one graph; returns False, with all memory as before, if it was evicted or
+    a number in it is another one."""
+    _, put_back = chain.start(subject.library, state, stream)
+    try:
+        launched = subject.cache.replay(name, stream, change)
+    except BaseException:
+        put_back()
+        raise
+    if not launched:
+        put_back()
+        return False
+    try:
+        chain.finish(put_back)
+    except Diverged:
+        return False
+    return True
 
 
 def _nothing() -> None:
@@ -611,8 +644,10 @@ def recheck(
     ranges = [library.storage(call.state[i]) for i in line.state if i < len(call.state)]
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
-    chain = captured.chain
-    if captured.moves is None or (chain is not None and chain.links):
+    chain, replay = captured.chain, subject.cache.replay
+    if chain is not None and chain.last is not None and not chain.places:
+        replay = functools.partial(_replay_chain, subject, chain, [*call.state])
+    if captured.moves is None or (chain is not None and chain.places):
         way = _Way(subject, made.match, line, owned, stream, written, [*call.state])
     else:
         ends = struct.pack(
@@ -621,6 +656,6 @@ def recheck(
         way = _extension.Way(
             *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
             *(library.maker(), library.address, library.reader, captured.moves.node),
-            *(subject.cache.replay, line.name, MISSED, line.times.append, ends),
+            *(replay, line.name, MISSED, line.times.append, ends),
         )
     return ShortWay(made.match, line, way)

@@ -82,8 +82,8 @@ class Captured:
 
     inputs: list[Any]
     stage: Callable[[Sequence[Any]], None]
-    """A function that copies a call's arrays into `inputs`, or makes the next launch do it; not
-    used if `moves` copies them."""
+    """A function that copies a call's arrays into `inputs`, or makes the first graph of a chain
+    copy them, and the last one its outputs into the arrays after them; not used with `moves`."""
     outputs: list[Any]
     tree: Tree
     clones: list[bool]
@@ -99,7 +99,9 @@ class Captured:
     """Owners of other memory that the graph points at, which may have no other reference: a table
     that a helper made and will drop from its cache."""
     moves: Moves | None = None
-    """The copies that nodes of the graph (the last one of a chain) make; None if it makes none."""
+    """The copies that nodes of the graph make; None if it makes none, or is one of several."""
+    moved: tuple[int, ...] = ()
+    """Indices of the outputs that nodes of the graph copy."""
     recipes: tuple[tuple[Any, ...], ...] = ()
     """Arguments of `Library.new` for the outputs that the graph itself copies
     (`Library.recipe`)."""

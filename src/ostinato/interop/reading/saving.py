@@ -241,8 +241,8 @@ class Saving:
         line.state |= {int(i) for i in facts["state"]}
         stage = library.stager(inputs)
         captured = self._maker.record(line, call, inputs, stage, tree, bound)
-        captured.moves = moves
-        captured.recipes = tuple([library.recipe(outputs[i]) for i in moved or ()])
+        captured.moves, captured.moved = moves, tuple(moved or ())
+        captured.recipes = tuple([library.recipe(outputs[i]) for i in captured.moved])
         return captured
 
 

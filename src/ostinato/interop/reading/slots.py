@@ -194,7 +194,7 @@ class Maker:
             captured.attached = ()  # the gradients of other steps
             captured.backward = pair.backward(captured.outputs, inputs, graph.owner)
         captured.owner = graph.owner, mover
-        captured.moves = moves
+        captured.moves, captured.moved = moves, moved
         captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in moved])
         if self._keeps:
             captured.call = ReadCall(
@@ -230,6 +230,8 @@ class Maker:
         memory of the device as before."""
         subject, library = self._subject, self._subject.library
         prepared = self._prepare(call, moves=True)
+        if prepared.mover is not None:
+            prepared.mover = prepared.mover.apart()
         mover = prepared.mover
         versions = [*map(library.version, call.state)]
         attached = partial(library.attached, call.state)
@@ -237,13 +239,9 @@ class Maker:
         def run(stream: Stream) -> Any:
             result = self._run(prepared, call, kept, subject.function, builder.around)
             if mover is not None and stream.capture_info().status.name == "ACTIVE":
-                moved, places = self._moved(result, call, prepared.bound)
-                if builder.graphs and len(moved) > 1:
-                    # The library copies a single one while the last graph runs.
-                    mover.begin(stream, [])
-                if len(moved) > bool(builder.graphs):
+                made.moved, places = self._moved(result, call, prepared.bound)
+                if made.moved:
                     mover.end(stream, places)
-                    made.moved = moved
             return result
 
         builder = ChainBuilder(subject.function, Maker._run.__code__, attached, prepared.copy_in)
@@ -289,13 +287,8 @@ class Maker:
             )
         if made.why is not None:
             raise type(made.why)(subject.at(str(made.why)))
-        if links.last is None:  # the function ends with a wait
-            last = Graph.create(library.device)
-            last.add_empty()
-            links.graphs.append(last)
-            links.last = last.instantiate()
         nodes = [node for graph in links.graphs for node in graph.nodes()]
-        chain = Chain(links.links)
+        chain, executable = links.joined(library.device)
         marks = [object() for _ in chain.places]  # in the result, for values new in each call
         result = made.result
         for place, mark in zip(chain.places, marks, strict=True):
@@ -308,28 +301,28 @@ class Maker:
         captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs], mover
         if mover is not None:
-            first, count = links.graphs[0].nodes(), len(made.prepared.inputs)
-            if not chain.links:
-                captured.moves = Moves(first, count, made.moved)
-            else:
-                begins, moves = chain.links[0].executable, Moves(first, count, ())
-                assert begins is not None
+            begins = chain.links[0].executable if chain.links else executable
+            assert begins is not None, "the first graph has the copies of the inputs"
+            moves = Moves(begins.graph.nodes(), len(made.prepared.inputs), made.moved)
+            if chain.links:
                 captured.stage = partial(moves.stage, begins, library.address)
-                if made.moved:
-                    captured.moves = Moves(links.graphs[-1].nodes(), 0, made.moved)
+            else:
+                captured.moves = moves
+            captured.moved = made.moved
             captured.recipes = tuple([library.recipe(captured.outputs[i]) for i in made.moved])
-        links.graphs[-1].owner = captured
-        return links.last, captured
+        executable.graph.owner = captured
+        return executable, captured
 
     def _note_saved(self, call: ReadCall, made: ChainRun, chain: Chain) -> None:
         """Notes which memory a chain writes before the last wait that is compared.  Raises
         NotGraphable if that is not known."""
         library, storage = self._subject.library, self._subject.library.storage
-        if not chain.links:  # only copies from the CPU waited, which are made once
+        every = [link.wait for link in made.links.links]
+        if not every:  # only copies from the CPU waited, which are made once
             return
         own = {storage(one).address for one in made.prepared.inputs}
         state = [storage(array).address for array in call.state]
-        drew, every = not library.same_random(made.random), [link.wait for link in chain.links]
+        drew = not library.same_random(made.random)
         last, waits = every[-1], [wait for wait in every if wait.compared]
         steps = [wait for wait in every if wait.step is not None]
         if not waits:
@@ -582,7 +575,7 @@ class Maker:
         if isinstance(moved, str):
             return f"memory that it uses has moved{moved}"
         links = [] if captured.chain is None else captured.chain.links
-        for wait in [link.wait for link in links]:
+        for wait in [] if captured.chain is None else captured.chain.waits:
             used = any(before.holds(place) for before, _ in moved for place in wait.reads)
             if used or wait.step is not None:
                 return f"memory that it uses has moved, and {wait.line} may use it"

@@ -41,6 +41,7 @@ from ostinato.interop.reading.chains import (
     as_value,
     error_value,
 )
+from ostinato.interop.reading.conditions import Scalar
 from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.interop.torch.adopting import adopt_graph
@@ -604,7 +605,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         written = frozenset(self._written)
         tensors = [leaf for leaf in _leaves(given) if _is_tensor(leaf)]
         reads = frozenset([_storage(each) for each in tensors if self._is_there(each)])
-        self._parts.waited(Wait(line, value, call, place, written, self._unseen, reads=reads))
+        number = _number(args[0], compared=place is None) if scalar else None
+        self._parts.waited(
+            Wait(line, value, call, place, written, self._unseen, reads=reads, scalar=number)
+        )
 
     def _read_on_host(self, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Returns the CPU tensors that an operation reads."""
@@ -739,6 +743,19 @@ def _storage(tensor: torch.Tensor) -> int:
 def _bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return bytes(plain.view(-1).view(torch.uint8).numpy())
+
+
+def _number(tensor: torch.Tensor, *, compared: bool) -> Scalar | None:
+    """Returns what `.item()` reads of a tensor of one element; None if its memory has another."""
+    if tensor.is_neg() or tensor.is_conj():
+        return None
+    dtype = tensor.dtype
+
+    def seen(content: bytes) -> Any:
+        found = torch.frombuffer(bytearray(content), dtype=dtype).item()
+        return ((), (as_value(found),)) if compared else found
+
+    return Scalar(tensor.data_ptr(), _bytes(tensor.cpu()), seen, compared)
 
 
 def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:

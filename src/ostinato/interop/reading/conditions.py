@@ -1,0 +1,207 @@
+"""Graphs of a chain as one graph, with the waits between them as conditions on the device.
+
+Most waits are for one number (`bool(tensor)`, `.item()`).  The host need not see it before the next
+graph runs, if the device compares it: a kernel reads the number after the first graph, writes it
+into memory of the host, and sets the condition of an IF node, whose body is the next graph.  So the
+next graph runs only if the number is that of the chain, bit for bit, and a replay of several waits
+is one launch and one wait, for the last of the numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ostinato import (
+    Device,
+    Graph,
+    GraphExec,
+    Kernel,
+    LaunchConfig,
+    Node,
+    Source,
+    Stream,
+    host_kernel,
+)
+from ostinato.errors import ContextPoisonedError, OstinatoError, OutOfMemoryError
+
+_log = logging.getLogger(__name__)
+_NAME = "ostinato_condition"
+_MOST_BYTES = 16
+_WORDS = struct.Struct("<2Q")
+_ONE = LaunchConfig(grid=1, block=1)
+_POLLS = 2000
+"""How often the host looks for the last number, some 100 us, before it waits for the stream."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scalar:
+    """A number in the device's memory that an operation reads for the host."""
+
+    address: int
+    content: bytes
+    """The number when the chain was built, of at most 16 bytes."""
+    seen: Callable[[bytes], Any]
+    """Returns what the operation gives the host for other bytes."""
+    compared: bool
+    """True if the work after it runs for this number alone."""
+
+
+_Part: TypeAlias = Graph | Scalar
+
+
+def _read(how: Any, address: int, nbytes: int) -> bytes:
+    return bytes(how.memory(address, nbytes))
+
+
+@host_kernel(
+    "source: u64, low: u64, high: u64, record: *u64, nbytes: u32, place: u32, compared: u32, "
+    "passed: u32, condition: cond",
+    name=_NAME,
+)
+def _condition(
+    how: Any,
+    source: int,
+    low: int,
+    high: int,
+    record: Any,
+    nbytes: int,
+    place: int,
+    compared: int,
+    passed: int,
+    condition: int,
+) -> None:
+    found = _WORDS.unpack(_read(how, source, nbytes).ljust(_MOST_BYTES, b"\0"))
+    same = not compared or found == (low, high)
+    record[place : place + 2] = found
+    if passed or not same:
+        record[0] = passed if same else place
+    if same and condition:
+        how.set_conditional(condition, 1)
+
+
+def source() -> Source:
+    """Returns the kernel's source."""
+    text = Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return Source(text, host=[_condition], name="conditions.cu")
+
+
+class Record:
+    """The numbers of one executable, in memory of the host."""
+
+    def __init__(self, device: Device, scalars: Sequence[Scalar]) -> None:
+        self._scalars = scalars
+        self.memory = device.pinned(1 + 2 * len(scalars), "u64", name="numbers for the host")
+        self._words = memoryview(self.memory.array.data)
+        self._stream: Stream | None = None
+        """The stream of the replay under way."""
+
+    def begin(self, stream: Stream) -> None:
+        """Must be called before each launch, with its stream."""
+        if self._stream is not None:  # an error or an interrupt came before the last `wait`
+            self._stream.synchronize()
+        self._words[0], self._stream = 0, stream
+
+    def wait(self) -> int | None:
+        """Waits until all numbers are there, or one that is another than in the chain; returns the
+        index of that one, or None.  Raises the errors of `Stream.synchronize`."""
+        words, stream = self._words, self._stream
+        assert stream is not None, "begin() was not called"
+        for _ in range(_POLLS):
+            if words[0]:
+                break
+        else:
+            stream.synchronize()
+        self._stream, index = None, words[0] // 2
+        return None if index > len(self._scalars) else index
+
+    def seen(self, index: int) -> Any:
+        """Returns what the operation of a number gives the host in this replay."""
+        scalar = self._scalars[index]
+        content = _WORDS.pack(*self._words[_place(index) : _place(index) + 2])
+        return scalar.seen(content[: len(scalar.content)])
+
+
+def _place(index: int) -> int:
+    """Returns the place of a number in a record: an odd one."""
+    return 2 * index + 1
+
+
+def join(device: Device, parts: Sequence[_Part]) -> tuple[GraphExec, Record] | None:
+    """Makes one graph of several, which runs them one after the other, each only if the numbers
+    before it are those of the chain.  Returns its executable with the record of the numbers; None
+    if it cannot be made.  The graphs stay as they are."""
+    scalars = [part for part in parts if isinstance(part, Scalar)]
+    if not device.driver.capabilities.conditional_nodes:
+        return None
+    try:
+        kernel = device.modules.get_or_compile(source(), _NAME)
+        record = Record(device, scalars)
+        whole = _joined(device, kernel, record, parts, _place(len(scalars)) + 1)
+        return whole.instantiate(), record
+    except (ContextPoisonedError, OutOfMemoryError):
+        raise
+    except OstinatoError as error:
+        _log.info("graphs of a chain stay apart: %s", error)
+        return None
+
+
+def _joined(
+    device: Device, kernel: Kernel, record: Record, parts: Sequence[_Part], passed: int
+) -> Graph:
+    """`passed`: the first word of the record if all numbers are those of the chain."""
+    first, rest = parts[0], parts
+    if isinstance(first, Graph):
+        copy, rest = first.clone(), parts[1:]
+        # Adopted, since it is not known what the nodes of libraries point at.
+        root = Graph.adopt(device, int(copy.handle), owner=None)
+        root.labels.update(copy.labels)
+        root.keep += [copy, *first.kept]
+    else:
+        root = Graph.create(device)
+    here, before, conditional, index = root, _ends(root), None, 0
+    for left, part in zip(reversed(range(len(rest))), rest, strict=True):
+        if isinstance(part, Graph):
+            before = [_add_child(here, part, before)]
+            continue
+        condition = root.condition() if part.compared and left else None
+        low, high = _WORDS.unpack(part.content.ljust(_WORDS.size, b"\0"))
+        place, index = _place(index), index + 1
+        done = passed if _place(index) + 1 == passed else 0
+        numbers = len(part.content), place, int(part.compared), done, condition or 0
+        before = [
+            here.add_kernel(
+                kernel, _ONE, part.address, low, high, record.memory, *numbers, after=before
+            )
+        ]
+        if condition is not None:
+            after = before if conditional is None else [conditional.node]
+            conditional = root.add_conditional("if", condition, after=after)
+            here, before = conditional.bodies[0], []
+    hooks = [p.before_launch for p in parts if isinstance(p, Graph) and p.before_launch is not None]
+
+    def before_launch(stream: Stream) -> None:
+        for hook in hooks:
+            hook(stream)
+
+    root.before_launch = before_launch if hooks else None
+    return root
+
+
+def _ends(graph: Graph) -> list[Node]:
+    """Returns the nodes after which none comes."""
+    followed = {edge.source for edge in graph.edges()}
+    return [node for node in graph.nodes() if node.handle not in followed]
+
+
+def _add_child(here: Graph, graph: Graph, after: Sequence[Node]) -> Node:
+    """Adds a graph as one node; what is done before its launches is done before the whole's."""
+    hook, graph.before_launch = graph.before_launch, None
+    try:
+        return here.add_child(graph, after=after)
+    finally:
+        graph.before_launch = hook
