@@ -78,6 +78,7 @@ _INDEXING = {
     _aten._index_put_impl_.default,
 }
 """Operations whose second argument is a list of indices."""
+_REPEAT = _aten.repeat_interleave.Tensor
 _OTHERWISE = {_aten.prod.default: 0, _aten.prod.dim_int: 0, _aten.masked_fill.Tensor: 2}
 """Operations of whose gradients autograd has two formulas, one of them for modes that see
 operations, each with the argument that it is for.  Found by running all operations of torch's own
@@ -145,6 +146,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     ) -> None:
         super().__init__()
         self._steps, self._stepping = steps, False
+        self._inside = False
+        """True while an operation runs by operations of which only `.item()` waits."""
         parts.around = self._around
         self._captor, self._parts, self._known, self._device = captor, parts, known, device
         self._segment: Segment | None = None
@@ -400,9 +403,48 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 made = self._captor.fixed(lambda: func(*args, **kwargs))
                 args, func, kwargs = (made,), _aten.clone.default, {}
         kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
-        if kind in self._known or self._waits(func, args, kwargs):
+        waits = self._waits(func, args, kwargs)
+        by_numbers = self._by_numbers(func, args, kwargs) if waits else None
+        if by_numbers is not None:
+            self._inside = True
+            try:
+                with self:
+                    return by_numbers()
+            finally:
+                self._inside = False
+        if waits or kind in self._known:
             return self._wait(func, args, kwargs)
         return self._capture(func, args, kwargs, kind)
+
+    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+        """Returns a function that does what an operation does by operations of which only `.item()`
+        waits; None if there is none, or if it might have another result."""
+        if not all(self._is_there(leaf) for leaf in _leaves(args) if _is_tensor(leaf)):
+            return None
+        if func is _aten.equal.default:
+            one, other = args
+            alike = one.shape == other.shape and one.dtype == other.dtype
+            if alike and one.numel() and _storage(one) != _storage(other):
+                return lambda: _item(_aten.all(_aten.eq(one, other)))
+        if func in _ERRORS:
+            return lambda: self._wait(func, args, kwargs) if _item(_aten.any(args[0])) else None
+        if func is _REPEAT and args[0].numel() and args[0].dim() == 1:
+            return lambda: self._repeat(*args)
+        if not _nonzero_static.has_kernel_for_dispatch_key(_key_of(self._device)):
+            return None
+        if func is _aten.nonzero.default and args[0].dim():
+            return lambda: _nonzero(args[0])
+        if func is _aten.masked_select.default:
+            return lambda: _selected(*torch.broadcast_tensors(*args))
+        if func in _INDEXING and _are_masks_alone(args[0], args[1]):
+            return lambda: func(args[0], [*_places(args[1])], *args[2:], **kwargs)
+        return None
+
+    def _repeat(self, counts: torch.Tensor) -> torch.Tensor:
+        """Does as `repeat_interleave`."""
+        if _item(_aten.any(_aten.lt(counts, 0))):
+            return self._wait(_REPEAT, (counts,), {})
+        return _REPEAT(counts, output_size=_item(_aten.sum(counts)))
 
     def _is_there(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.device.type == self._device.type)
@@ -460,6 +502,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if func is _aten._to_copy.default:
             where = kwargs.get("device")
             return where is not None and torch.device(where).type != args[0].device.type
+        if func is _REPEAT and kwargs.get("output_size") is not None:
+            return False
         return func in _ERRORS or not _READING.isdisjoint(func.tags)
 
     def _capture(self, func: Any, args: Any, kwargs: Any, kind: Kind) -> Any:
@@ -523,7 +567,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
     def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: str = "") -> Any:
         """Runs an operation that waits, between two captures.  `failed`: its error in a capture."""
         line = line_outside_torch()
-        gives = _GIVES.get(func)
+        gives = None if self._inside else _GIVES.get(func)
         place = None if gives is None else self._parts.place(_calling(sys._getframe(1)), gives)
         self._cut()
         if failed:
@@ -637,8 +681,54 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 def has_parts(func: Any, device: torch.device) -> bool:
     """True for an operation that runs as others; in inference mode such ones come here.  Some that
     have a kernel of the device have parts too (silu_backward), whose sums differ from its."""
-    kernel = torch._C._parse_dispatch_key(device.type.upper())
-    return bool(func._can_decompose() and not func.has_kernel_for_dispatch_key(kernel))
+    return bool(func._can_decompose() and not func.has_kernel_for_dispatch_key(_key_of(device)))
+
+
+def _key_of(device: torch.device) -> Any:
+    return torch._C._parse_dispatch_key(device.type.upper())
+
+
+_item, _nonzero_static = _aten._local_scalar_dense.default, _aten.nonzero_static.default
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    """Does as `nonzero`, whose result lies in memory column by column."""
+    count = _item(_aten.count_nonzero(tensor))
+    places = _nonzero_static(tensor, size=count)
+    if places.stride() != (1, count):
+        places = _aten.t(_aten.clone(_aten.t(places), memory_format=torch.contiguous_format))
+    return places
+
+
+def _selected(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Does as `masked_select` with arguments of one shape."""
+    if not mask.dim():
+        tensor, mask = _aten.unsqueeze(tensor, 0), _aten.unsqueeze(mask, 0)
+    return _aten.index(tensor, [*_places([mask])])
+
+
+def _places(indices: Sequence[Any]) -> Iterator[Any]:
+    """Yields indices with the places in masks instead of these, as torch itself does."""
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            yield from _aten.unbind(_nonzero(index), 1)
+        else:
+            yield index
+
+
+def _are_masks_alone(tensor: torch.Tensor, indices: Sequence[Any]) -> bool:
+    """True if indices are no other than integers and masks of the tensor's shape there."""
+    axis = 0
+    for index in indices:
+        if index is not None and index.dtype is torch.bool:
+            if not index.dim() or index.shape != tensor.shape[axis : axis + index.dim()]:
+                return False
+            axis += index.dim()
+        elif index is None or index.dtype in (torch.int64, torch.int32):
+            axis += 1
+        else:
+            return False
+    return True
 
 
 def _runs_once(func: Any) -> bool:
