@@ -61,6 +61,7 @@ from ostinato.interop.torch.capturing import (
     out_of_memory,
     undisturbed,
 )
+from ostinato.interop.torch.numbers import ERRORS, INDEXING, REPEAT, by_numbers, key_of
 from ostinato.interop.torch.plans import watch
 from ostinato.interop.torch.watching import stateful
 
@@ -70,20 +71,10 @@ _map: Any = torch.utils._pytree.tree_map
 
 MOST_HELD = 256 << 20
 """The most bytes that a capture holds to run its operations again; it is ended over them."""
-_INDEXING = {
-    _aten.index.Tensor,
-    _aten._unsafe_index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-}
-"""Operations whose second argument is a list of indices."""
-_REPEAT = _aten.repeat_interleave.Tensor
 _OTHERWISE = {_aten.prod.default: 0, _aten.prod.dim_int: 0, _aten.masked_fill.Tensor: 2}
 """Operations of whose gradients autograd has two formulas, one of them for modes that see
 operations, each with the argument that it is for.  Found by running all operations of torch's own
 tests under such a mode."""
-_ERRORS = {_aten._linalg_check_errors.default}
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result, or its shape, depends on values."""
 
@@ -404,47 +395,23 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 args, func, kwargs = (made,), _aten.clone.default, {}
         kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
         waits = self._waits(func, args, kwargs)
-        by_numbers = self._by_numbers(func, args, kwargs) if waits else None
-        if by_numbers is not None:
-            self._inside = True
-            try:
-                with self:
-                    return by_numbers()
-            finally:
-                self._inside = False
+        if waits and not self._inside:
+            run = functools.partial(self._wait, func, args, kwargs)
+            parts = by_numbers(func, args, kwargs, self._device, run)
+            if parts is not None:
+                return self._run_by_numbers(parts)
         if waits or kind in self._known:
             return self._wait(func, args, kwargs)
         return self._capture(func, args, kwargs, kind)
 
-    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any] | None:
-        """Returns a function that does what an operation does by operations of which only `.item()`
-        waits; None if there is none, or if it might have another result."""
-        if not all(self._is_there(leaf) for leaf in _leaves(args) if _is_tensor(leaf)):
-            return None
-        if func is _aten.equal.default:
-            one, other = args
-            alike = one.shape == other.shape and one.dtype == other.dtype
-            if alike and one.numel() and _storage(one) != _storage(other):
-                return lambda: _item(_aten.all(_aten.eq(one, other)))
-        if func in _ERRORS:
-            return lambda: self._wait(func, args, kwargs) if _item(_aten.any(args[0])) else None
-        if func is _REPEAT and args[0].numel() and args[0].dim() == 1:
-            return lambda: self._repeat(*args)
-        if not _nonzero_static.has_kernel_for_dispatch_key(_key_of(self._device)):
-            return None
-        if func is _aten.nonzero.default and args[0].dim():
-            return lambda: _nonzero(args[0])
-        if func is _aten.masked_select.default:
-            return lambda: _selected(*torch.broadcast_tensors(*args))
-        if func in _INDEXING and _are_masks_alone(args[0], args[1]):
-            return lambda: func(args[0], [*_places(args[1])], *args[2:], **kwargs)
-        return None
-
-    def _repeat(self, counts: torch.Tensor) -> torch.Tensor:
-        """Does as `repeat_interleave`."""
-        if _item(_aten.any(_aten.lt(counts, 0))):
-            return self._wait(_REPEAT, (counts,), {})
-        return _REPEAT(counts, output_size=_item(_aten.sum(counts)))
+    def _run_by_numbers(self, parts: Callable[[], Any]) -> Any:
+        """Runs an operation by others."""
+        self._inside = True
+        try:
+            with self:
+                return parts()
+        finally:
+            self._inside = False
 
     def _is_there(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.device.type == self._device.type)
@@ -485,13 +452,13 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
         if func is _aten.copy_.default and self._is_there(args[0]):
             return (args[0], moved(args[1]), *args[2:]), kwargs
-        if func in _INDEXING and self._is_there(args[0]):
+        if func in INDEXING and self._is_there(args[0]):
             return (args[0], [moved(index) for index in args[1]], *args[2:]), kwargs
         return args, kwargs
 
     def _waits(self, func: Any, args: Any, kwargs: Any) -> bool:
         """True if an operation is known to wait."""
-        if func in _INDEXING:
+        if func in INDEXING:
             if any(i is not None and not self._is_there(i) for i in args[1]):
                 return True
             masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
@@ -502,9 +469,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if func is _aten._to_copy.default:
             where = kwargs.get("device")
             return where is not None and torch.device(where).type != args[0].device.type
-        if func is _REPEAT and kwargs.get("output_size") is not None:
+        if func is REPEAT and kwargs.get("output_size") is not None:
             return False
-        return func in _ERRORS or not _READING.isdisjoint(func.tags)
+        return func in ERRORS or not _READING.isdisjoint(func.tags)
 
     def _capture(self, func: Any, args: Any, kwargs: Any, kind: Kind) -> Any:
         """Runs an operation inside the capture."""
@@ -681,54 +648,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 def has_parts(func: Any, device: torch.device) -> bool:
     """True for an operation that runs as others; in inference mode such ones come here.  Some that
     have a kernel of the device have parts too (silu_backward), whose sums differ from its."""
-    return bool(func._can_decompose() and not func.has_kernel_for_dispatch_key(_key_of(device)))
-
-
-def _key_of(device: torch.device) -> Any:
-    return torch._C._parse_dispatch_key(device.type.upper())
-
-
-_item, _nonzero_static = _aten._local_scalar_dense.default, _aten.nonzero_static.default
-
-
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    """Does as `nonzero`, whose result lies in memory column by column."""
-    count = _item(_aten.count_nonzero(tensor))
-    places = _nonzero_static(tensor, size=count)
-    if places.stride() != (1, count):
-        places = _aten.t(_aten.clone(_aten.t(places), memory_format=torch.contiguous_format))
-    return places
-
-
-def _selected(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Does as `masked_select` with arguments of one shape."""
-    if not mask.dim():
-        tensor, mask = _aten.unsqueeze(tensor, 0), _aten.unsqueeze(mask, 0)
-    return _aten.index(tensor, [*_places([mask])])
-
-
-def _places(indices: Sequence[Any]) -> Iterator[Any]:
-    """Yields indices with the places in masks instead of these, as torch itself does."""
-    for index in indices:
-        if index is not None and index.dtype is torch.bool:
-            yield from _aten.unbind(_nonzero(index), 1)
-        else:
-            yield index
-
-
-def _are_masks_alone(tensor: torch.Tensor, indices: Sequence[Any]) -> bool:
-    """True if indices are no other than integers and masks of the tensor's shape there."""
-    axis = 0
-    for index in indices:
-        if index is not None and index.dtype is torch.bool:
-            if not index.dim() or index.shape != tensor.shape[axis : axis + index.dim()]:
-                return False
-            axis += index.dim()
-        elif index is None or index.dtype in (torch.int64, torch.int32):
-            axis += 1
-        else:
-            return False
-    return True
+    return bool(func._can_decompose() and not func.has_kernel_for_dispatch_key(key_of(device)))
 
 
 def _runs_once(func: Any) -> bool:
