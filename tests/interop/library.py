@@ -16,6 +16,7 @@ import numpy as np
 import ostinato as ost
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import Wait
+from ostinato.interop.reading.conditions import Scalar
 from ostinato.interop.reading.library import GraphedOptions, NotGraphable, WaitsForDevice
 from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.states import StateWatch
@@ -138,15 +139,24 @@ class Chaining:
         frame = sys._getframe(2)
         found = other.content()
         place = self.links.place(frame, lambda name, count: () if name == "numpy" else None)
+        content, scalar = found.tobytes(), None
+        if self.lib.numbers and len(content) <= 16:
+
+            def seen(content: bytes) -> Any:
+                array = np.frombuffer(content, "f4").reshape(other.shape)
+                return content if place is None else array
+
+            scalar = Scalar(other.buffer.address, content, seen, place is None)
         self.links.waited(
             Wait(
                 f"{frame.f_code.co_filename}:{frame.f_lineno}: ",
-                found.tobytes(),
+                content,
                 lambda: other.content() if place is not None else other.content().tobytes(),
                 place,
                 frozenset(self.written - self.own),
                 self.lib.foreign,
                 reads=frozenset([self.lib.storage(other).address]),
+                scalar=scalar,
             )
         )
         self.begin()
@@ -174,6 +184,8 @@ class Lib(StoringLibrary):
         self.waits = 0
         self.trims: list[bool] = []
         self.chains = False
+        self.numbers = False
+        """True if small arrays that the host reads are compared on the device."""
         self.foreign = ""
         self.unchained = ""
         """For tests: why the next chain cannot be replayed."""
