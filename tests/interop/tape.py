@@ -286,6 +286,7 @@ class OnTape(OnCpu):
             place = staticmethod(links.place)
             attached = staticmethod(links.attached)
             around: Any = None
+            copying_out: Any = None
 
         class Captor:
             relaxed = contextlib.nullcontext
@@ -295,8 +296,8 @@ class OnTape(OnCpu):
                 return TapeSegment(slot, self.device)
 
             @staticmethod
-            def launch(graph: ost.Graph) -> None:
-                links.submitted(graph, self.ours)
+            def launch(graph: ost.Graph, *, harmless: bool) -> None:
+                links.submitted(graph, self.ours, harmless=harmless)
                 self.ours.synchronize()
 
             @staticmethod

@@ -15,6 +15,7 @@ from ostinato.errors import EagerRunError, StateLostError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import records
 from ostinato.interop.reading.chains import Chain
+from ostinato.interop.reading.conditions import Record
 from tests.interop.library import Array, Lib
 
 Make = Callable[..., Graphed]
@@ -361,6 +362,38 @@ def test_graphs_that_are_refused_half_way_leave_the_call_to_an_eager_run(
                 run.close()
         assert step(lib.array([3.0])).numpy()[0] == 6.0
         assert count.numpy()[0] == 2.0 * (call + 1)
+
+
+def test_an_interrupt_while_numbers_are_awaited_leaves_the_next_calls_right(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lib.numbers = True
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Array:
+        count.shift(1.0)
+        big = x.line(1.0).numpy()[0] > 5
+        count.shift(10.0 if big else 20.0)
+        return x.line(2.0 if big else 3.0)
+
+    step = make(function)
+    for value in [1.0, 9.0] * 10:
+        step(lib.array([value]))
+    assert "1 graph, waits" in step.explain()
+    wait = Record.wait
+
+    def interrupted(self: Record) -> Any:
+        monkeypatch.setattr(Record, "wait", wait)
+        raise KeyboardInterrupt
+
+    for value in [9.0, 1.0, 1.0, 9.0] * 4:
+        expected = count.numpy()[0] + (11.0 if value > 5 else 21.0)
+        monkeypatch.setattr(Record, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(lib.array([1.0]))
+        count.buffer.set([expected - (11.0 if value > 5 else 21.0)], lib.here.stream)
+        assert step(lib.array([value])).numpy()[0] == value * (2.0 if value > 5 else 3.0)
+        assert count.numpy()[0] == expected
 
 
 def test_values_that_are_only_returned_are_those_of_their_call(lib: Lib, make: Make) -> None:

@@ -25,7 +25,7 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -316,7 +316,9 @@ class ChainBuilder:
     """The graphs and waits of a chain, as a library builds it.
 
     `caller`: the code that calls the function.  `attached`: a function that lists the gradients
-    now, as `Library.attached` does.  `copy_in`: captures the copies of the inputs."""
+    now, as `Library.attached` does.  `copy_in`: captures the copies of the inputs.  `prepare`:
+    changes a graph before it is instantiated.  `static`: results are the arrays of the graphs,
+    which callers keep."""
 
     def __init__(
         self,
@@ -324,9 +326,15 @@ class ChainBuilder:
         caller: types.CodeType,
         attached: Callable[[], list[tuple[Any, str, Any]]],
         copy_in: Callable[[Stream], None],
+        prepare: Callable[[Graph], object],
+        *,
+        static: bool,
     ) -> None:
         self._function, self._caller, self.attached = function, caller, attached
-        self._copy_in = copy_in
+        self._copy_in, self._prepare, self._static = copy_in, prepare, static
+        self._harmless: list[Graph] = []
+        self.copying_out: Callable[[], None] = _nothing
+        """Called before the copies of the outputs are captured; the library sets it."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a block in which the function runs; the library sets it."""
         self.graphs: list[Graph] = []
@@ -340,8 +348,12 @@ class ChainBuilder:
         if not self.graphs:
             self._copy_in(stream)
 
-    def submitted(self, graph: Graph, stream: Stream) -> None:
-        """Launches a graph that was captured on a stream."""
+    def submitted(self, graph: Graph, stream: Stream, *, harmless: bool = False) -> None:
+        """Launches a graph that was captured on a stream.  `harmless`: it cannot fail, whatever its
+        memory holds, and writes only memory that operations of the chain have allocated."""
+        if harmless and not self._static:
+            self._harmless.append(graph)
+        self._prepare(graph)
         if self.last is not None:
             # A part was ended without a wait, to bound the memory that it holds.
             self.links.append(ChainLink(self.last, Wait("", (), tuple)))
@@ -366,7 +378,7 @@ class ChainBuilder:
                 run.append(link)
                 continue
             executable = self.last if link is None else link.executable
-            made = _join(device, run, executable)
+            made = _join(device, run, executable, self._harmless)
             if made is None:
                 links, numbers = [*links, *run], None
             else:
@@ -386,7 +398,7 @@ class ChainBuilder:
 
 
 def _join(
-    device: Device, run: Sequence[ChainLink], last: GraphExec | None
+    device: Device, run: Sequence[ChainLink], last: GraphExec | None, harmless: Collection[Graph]
 ) -> tuple[GraphExec, Numbers] | None:
     """Makes one graph of those of some links and a last one, if there are numbers between them, and
     closes their executables; returns None if it cannot be made."""
@@ -398,13 +410,17 @@ def _join(
         if link is not None and link.wait.scalar is not None:
             parts.append(link.wait.scalar)
     waits = [link.wait for link in run if link.wait.scalar is not None]
-    made = join(device, parts) if waits else None
+    made = join(device, parts, harmless) if waits else None
     if made is None:
         return None
     for each in (*before, last):
         if each is not None:
             each.close()
     return made[0], Numbers(made[1], waits)
+
+
+def _nothing() -> None:
+    """There is nothing to do."""
 
 
 _telling = new_lock()

@@ -5,13 +5,18 @@ graph runs, if the device compares it: a kernel reads the number after the first
 into memory of the host, and sets the condition of an IF node, whose body is the next graph.  So the
 next graph runs only if the number is that of the chain, bit for bit, and a replay of several waits
 is one launch and one wait, for the last of the numbers.
+
+An IF node takes microseconds.  A graph is in none if it is harmless: if it cannot fail, whatever
+its memory holds, and writes nothing but memory of the chain's own.  If it runs after another
+number, nobody sees what it has written.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +36,6 @@ from ostinato.errors import ContextPoisonedError, OstinatoError, OutOfMemoryErro
 
 _log = logging.getLogger(__name__)
 _NAME = "ostinato_condition"
-_MOST_BYTES = 16
 _WORDS = struct.Struct("<2Q")
 _ONE = LaunchConfig(grid=1, block=1)
 _POLLS = 2000
@@ -59,8 +63,8 @@ def _read(how: Any, address: int, nbytes: int) -> bytes:
 
 
 @host_kernel(
-    "source: u64, low: u64, high: u64, record: *u64, nbytes: u32, place: u32, compared: u32, "
-    "passed: u32, condition: cond",
+    "source: u64, low: u64, high: u64, record: *u64, other: *u64, nbytes: u32, place: u32, "
+    "compared: u32, first: u32, passed: u32, condition: cond",
     name=_NAME,
 )
 def _condition(
@@ -69,19 +73,25 @@ def _condition(
     low: int,
     high: int,
     record: Any,
+    other: Any,
     nbytes: int,
     place: int,
     compared: int,
+    first: int,
     passed: int,
     condition: int,
 ) -> None:
-    found = _WORDS.unpack(_read(how, source, nbytes).ljust(_MOST_BYTES, b"\0"))
+    if not first and other[0]:
+        return
+    found = _WORDS.unpack(_read(how, source, nbytes).ljust(_WORDS.size, b"\0"))
     same = not compared or found == (low, high)
+    if first or not same:
+        other[0] = not same
+    if same and condition:
+        how.set_conditional(condition, 1)
     record[place : place + 2] = found
     if passed or not same:
         record[0] = passed if same else place
-    if same and condition:
-        how.set_conditional(condition, 1)
 
 
 def source() -> Source:
@@ -100,6 +110,9 @@ class Record:
         self._stream: Stream | None = None
         """The stream of the replay under way."""
 
+    def __len__(self) -> int:
+        return len(self._scalars)
+
     def begin(self, stream: Stream) -> None:
         """Must be called before each launch, with its stream."""
         if self._stream is not None:  # an error or an interrupt came before the last `wait`
@@ -117,7 +130,7 @@ class Record:
         else:
             stream.synchronize()
         self._stream, index = None, words[0] // 2
-        return None if index > len(self._scalars) else index
+        return None if index > len(self) else index
 
     def seen(self, index: int) -> Any:
         """Returns what the operation of a number gives the host in this replay."""
@@ -131,18 +144,18 @@ def _place(index: int) -> int:
     return 2 * index + 1
 
 
-def join(device: Device, parts: Sequence[_Part]) -> tuple[GraphExec, Record] | None:
+def join(
+    device: Device, parts: Sequence[_Part], harmless: Collection[Graph]
+) -> tuple[GraphExec, Record] | None:
     """Makes one graph of several, which runs them one after the other, each only if the numbers
-    before it are those of the chain.  Returns its executable with the record of the numbers; None
-    if it cannot be made.  The graphs stay as they are."""
-    scalars = [part for part in parts if isinstance(part, Scalar)]
+    before it are those of the chain, or if it is `harmless`.  Returns its executable with the
+    record of the numbers; None if it cannot be made.  The graphs stay as they are."""
     if not device.driver.capabilities.conditional_nodes:
         return None
     try:
         kernel = device.modules.get_or_compile(source(), _NAME)
-        record = Record(device, scalars)
-        whole = _joined(device, kernel, record, parts, _place(len(scalars)) + 1)
-        return whole.instantiate(), record
+        record = Record(device, [part for part in parts if isinstance(part, Scalar)])
+        return _joined(device, kernel, record, parts, harmless).instantiate(), record
     except (ContextPoisonedError, OutOfMemoryError):
         raise
     except OstinatoError as error:
@@ -151,37 +164,44 @@ def join(device: Device, parts: Sequence[_Part]) -> tuple[GraphExec, Record] | N
 
 
 def _joined(
-    device: Device, kernel: Kernel, record: Record, parts: Sequence[_Part], passed: int
+    device: Device,
+    kernel: Kernel,
+    record: Record,
+    parts: Sequence[_Part],
+    harmless: Collection[Graph],
 ) -> Graph:
-    """`passed`: the first word of the record if all numbers are those of the chain."""
-    first, rest = parts[0], parts
-    if isinstance(first, Graph):
-        copy, rest = first.clone(), parts[1:]
+    begin, rest = parts[0], [*parts]
+    if isinstance(begin, Graph):
+        copy = begin.clone()
         # Adopted, since it is not known what the nodes of libraries point at.
         root = Graph.adopt(device, int(copy.handle), owner=None)
         root.labels.update(copy.labels)
-        root.keep += [copy, *first.kept]
+        root.keep += [copy, *begin.kept]
+        del rest[0]
     else:
         root = Graph.create(device)
-    here, before, conditional, index = root, _ends(root), None, 0
-    for left, part in zip(reversed(range(len(rest))), rest, strict=True):
+    other = device.zeros(1, "u64", name="another number")
+    here, before, conditional = root, _ends(root), None
+    index, first, compared = 0, True, False
+    while rest:
+        part = rest.pop(0)
         if isinstance(part, Graph):
             before = [_add_child(here, part, before)]
             continue
-        condition = root.condition() if part.compared and left else None
+        compared |= part.compared
+        graphs = itertools.takewhile(lambda each: isinstance(each, Graph), rest)
+        split = compared and any(graph not in harmless for graph in graphs)
+        condition = root.condition() if split else None
         low, high = _WORDS.unpack(part.content.ljust(_WORDS.size, b"\0"))
         place, index = _place(index), index + 1
-        done = passed if _place(index) + 1 == passed else 0
-        numbers = len(part.content), place, int(part.compared), done, condition or 0
-        before = [
-            here.add_kernel(
-                kernel, _ONE, part.address, low, high, record.memory, *numbers, after=before
-            )
-        ]
+        passed = 0 if index < len(record) else _place(index) + 1
+        numbers = len(part.content), place, part.compared, first, passed, condition or 0
+        arguments = part.address, low, high, record.memory, other, *map(int, numbers)
+        before, first = [here.add_kernel(kernel, _ONE, *arguments, after=before)], False
         if condition is not None:
             after = before if conditional is None else [conditional.node]
             conditional = root.add_conditional("if", condition, after=after)
-            here, before = conditional.bodies[0], []
+            here, before, first, compared = conditional.bodies[0], [], True, False
     hooks = [p.before_launch for p in parts if isinstance(p, Graph) and p.before_launch is not None]
 
     def before_launch(stream: Stream) -> None:

@@ -8,8 +8,8 @@ with its strides; where that is not known, the operation runs as it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +33,39 @@ REPEAT = _aten.repeat_interleave.Tensor
 def key_of(device: torch.device) -> Any:
     """Returns the dispatch key of a device's kernels."""
     return torch._C._parse_dispatch_key(device.type.upper())
+
+
+@functools.cache
+def is_harmless(func: Any) -> bool:
+    """True for an operation that cannot fail or run without end, whatever its tensors hold, and
+    draws no numbers: one that reads no place or count from a tensor.  Those that are not known here
+    are none."""
+    if torch.Tag.nondeterministic_seeded in func.tags or "_polynomial_" in func.name():
+        return False  # polynomials of degrees that a tensor holds
+    return func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _HARMLESS
+
+
+_HARMLESS = {
+    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.dot, _aten.convolution),
+    *(_aten.sum, _aten.mean, _aten.var, _aten.var_mean, _aten.linalg_vector_norm, _aten.prod),
+    *(_aten.any, _aten.all, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.aminmax),
+    *(_aten.argmax, _aten.argmin, _aten.count_nonzero, _aten.cumsum, _aten.cumprod),
+    *(_aten._softmax, _aten._log_softmax, _aten.logsumexp, _aten.native_layer_norm),
+    *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.full),
+    *(_aten.full_like, _aten.new_full, _aten.zeros, _aten.zeros_like, _aten.new_zeros),
+    *(_aten.ones, _aten.ones_like, _aten.new_ones, _aten.fill_, _aten.zero_, _aten.eye),
+    *(_aten.arange, _aten.linspace, _aten.scalar_tensor, _aten.clone, _aten.copy_, _aten._to_copy),
+    *(
+        _aten._unsafe_view,
+        _aten.cat,
+        _aten.stack,
+        _aten.flip,
+        _aten.roll,
+        _aten.tril,
+        _aten.triu,
+        _aten.repeat,
+    ),
+}
 
 
 def by_numbers(
@@ -65,7 +98,7 @@ def by_numbers(
     if func is _aten.bincount.default and _can_count(args, kwargs):
         return lambda: run() if _any_below_0(args[0]) else _counted(*args, **kwargs)
     if func is _aten._unique2.default and args[0].dtype in _INTEGERS and args[0].numel():
-        return partial(_unique, *args, **kwargs)
+        return functools.partial(_unique, *args, **kwargs)
     return None
 
 

@@ -61,7 +61,14 @@ from ostinato.interop.torch.capturing import (
     out_of_memory,
     undisturbed,
 )
-from ostinato.interop.torch.numbers import ERRORS, INDEXING, REPEAT, by_numbers, key_of
+from ostinato.interop.torch.numbers import (
+    ERRORS,
+    INDEXING,
+    REPEAT,
+    by_numbers,
+    is_harmless,
+    key_of,
+)
 from ostinato.interop.torch.plans import watch
 from ostinato.interop.torch.watching import stateful
 
@@ -77,6 +84,8 @@ operations, each with the argument that it is for.  Found by running all operati
 tests under such a mode."""
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result, or its shape, depends on values."""
+
+_AS_IT_IS = "not by others"
 
 Kind = tuple[Hashable, ...]
 
@@ -107,7 +116,8 @@ class Captor(Protocol):
     def begin(self) -> Segment:
         """Begins a capture."""
 
-    def launch(self, graph: Any) -> None: ...
+    def launch(self, graph: Any, *, harmless: bool) -> None:
+        """Launches the graph of a capture (`ChainBuilder.submitted`)."""
 
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Makes a tensor outside of the capture under way, and keeps it with the chain."""
@@ -139,7 +149,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._steps, self._stepping = steps, False
         self._inside = False
         """True while an operation runs by operations of which only `.item()` waits."""
-        parts.around = self._around
+        parts.around, parts.copying_out = self._around, self._copy_out
+        self._copying = False
+        """True if the rest of the capture under way copies the outputs, and does nothing else."""
         self._captor, self._parts, self._known, self._device = captor, parts, known, device
         self._segment: Segment | None = None
         self._failure: NotGraphable | None = None
@@ -252,14 +264,28 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             return
         self._here(segment)
         try:
+            harmless = self._is_harmless(segment)
             graph = segment.end()
             self._keep()
             if graph is not None:
-                self._captor.launch(graph)
+                self._captor.launch(graph, harmless=harmless)
         except ContextPoisonedError:
             raise
         except Exception as error:
             self._recover(None, f"a part of the call could not be a graph ({error})")
+
+    def _is_harmless(self, segment: Segment) -> bool:
+        """True if a capture has nothing but operations that cannot fail, whatever their tensors
+        hold, and writes no memory from before the run.  Gradients lie in the memory of the run."""
+        learns = self._modes[0]
+        if learns or self._pending or not (self._copying or segment.position() == self._position):
+            return False
+        return all(is_harmless(func) for func, *_ in self._done)
+
+    def _copy_out(self) -> None:
+        """Notes that the copies of the outputs, which nobody sees, end the capture under way."""
+        segment = self._segment
+        self._copying = segment is not None and segment.position() == self._position
 
     def _here(self, segment: Segment) -> None:
         """Raises WaitsForDevice in the thread of a backward: a capture must end in the thread where
@@ -395,21 +421,26 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 args, func, kwargs = (made,), _aten.clone.default, {}
         kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
         waits = self._waits(func, args, kwargs)
-        if waits and not self._inside:
+        if waits and not self._inside and (func, _AS_IT_IS) not in self._known:
             run = functools.partial(self._wait, func, args, kwargs)
             parts = by_numbers(func, args, kwargs, self._device, run)
             if parts is not None:
-                return self._run_by_numbers(parts)
+                return self._run_by_numbers(func, parts)
         if waits or kind in self._known:
             return self._wait(func, args, kwargs)
         return self._capture(func, args, kwargs, kind)
 
-    def _run_by_numbers(self, parts: Callable[[], Any]) -> Any:
-        """Runs an operation by others."""
+    def _run_by_numbers(self, func: Any, parts: Callable[[], Any]) -> Any:
+        """Runs an operation by others.  If these cannot be captured, the next run knows it."""
         self._inside = True
         try:
             with self:
                 return parts()
+        except Exception as error:
+            if not self.why and rules.of_capture(error):
+                self._known.add((func, _AS_IT_IS))
+                self._fail(WaitsForDevice(explained(error)))
+            raise
         finally:
             self._inside = False
 
@@ -923,9 +954,9 @@ class _Captor:
         self._parts.begun(self._captures.beside()[1])
         return segment
 
-    def launch(self, graph: Graph) -> None:
+    def launch(self, graph: Graph, *, harmless: bool) -> None:
         self.graphs.append(graph)
-        self._parts.submitted(graph, self._captures.beside()[1])
+        self._parts.submitted(graph, self._captures.beside()[1], harmless=harmless)
 
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self.relaxed(), torch.cuda.stream(self._outside):
