@@ -97,6 +97,22 @@ def test_what_was_written_before_another_value_is_written_once(lib: Lib, make: M
     assert hot, "no call went by a short way"
 
 
+def test_a_static_result_is_an_argument_of_a_call_with_another_value(lib: Lib, make: Make) -> None:
+    """The chain of the last value has written its result before it sees the value of this one."""
+
+    def function(x: Array) -> Array:
+        y = x.line(2.0)
+        return y.line(1.0 / 1024) if y.numpy()[0] > 100 else y
+
+    step = make(function, results="static")
+    x = lib.array([1.0])
+    value = 1.0
+    for _ in range(60):
+        x, value = step(x), value * (2.0 if value <= 50 else 2.0 / 1024)
+        assert x.numpy()[0] == value
+    assert step.statistics().replays > 30
+
+
 def test_arguments_that_are_written_before_a_wait(lib: Lib, make: Make) -> None:
     def function(x: Array) -> Any:
         x.shift(1.0)

@@ -172,6 +172,9 @@ class Chain:
     """The waits inside of the last graph; None if there are none."""
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
+    outputs: Sequence[Any] = ()
+    """Results in the memory of the graphs that callers keep (`results="static"`), which must be put
+    back if a replay diverges: one may be an argument of the same call."""
     draws: bool = False
     """True if the call draws random numbers before its last compared wait."""
     complete: bool = True
@@ -261,7 +264,8 @@ class Chain:
 
         Raises as `run`, with all that put back, except at StateLostError, and at Raised: nothing is
         put back after a step of Python."""
-        saved = [(state[i], library.clone(state[i])) for i in self.saved if i < len(state)]
+        written = [*[state[i] for i in self.saved if i < len(state)], *self.outputs]
+        saved = [(array, library.clone(array)) for array in written]
         random = library.save_random() if self.draws else None
 
         def put_back() -> None:
@@ -317,8 +321,7 @@ class ChainBuilder:
 
     `caller`: the code that calls the function.  `attached`: a function that lists the gradients
     now, as `Library.attached` does.  `copy_in`: captures the copies of the inputs.  `prepare`:
-    changes a graph before it is instantiated.  `static`: results are the arrays of the graphs,
-    which callers keep."""
+    changes a graph before it is instantiated."""
 
     def __init__(
         self,
@@ -327,11 +330,9 @@ class ChainBuilder:
         attached: Callable[[], list[tuple[Any, str, Any]]],
         copy_in: Callable[[Stream], None],
         prepare: Callable[[Graph], object],
-        *,
-        static: bool,
     ) -> None:
         self._function, self._caller, self.attached = function, caller, attached
-        self._copy_in, self._prepare, self._static = copy_in, prepare, static
+        self._copy_in, self._prepare = copy_in, prepare
         self._harmless: list[Graph] = []
         self.copying_out: Callable[[], None] = _nothing
         """Called before the copies of the outputs are captured; the library sets it."""
@@ -351,7 +352,7 @@ class ChainBuilder:
     def submitted(self, graph: Graph, stream: Stream, *, harmless: bool = False) -> None:
         """Launches a graph that was captured on a stream.  `harmless`: it cannot fail, whatever its
         memory holds, and writes only memory that operations of the chain have allocated."""
-        if harmless and not self._static:
+        if harmless:
             self._harmless.append(graph)
         self._prepare(graph)
         if self.last is not None:

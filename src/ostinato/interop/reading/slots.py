@@ -250,8 +250,7 @@ class Maker:
             return result
 
         builder = ChainBuilder(
-            *(subject.function, Maker._run.__code__, attached, prepared.copy_in, self._fast),
-            static=subject.options.results != "clone",
+            subject.function, Maker._run.__code__, attached, prepared.copy_in, self._fast
         )
         made = ChainRun(prepared, builder, random, versions)
         prepared.stage(call.leaves)
@@ -306,6 +305,9 @@ class Maker:
         # Other values of the waits than in the warm-up may lead to other writes.
         line.state |= self.changed(call.state, made.versions)
         self._note_saved(call, made, chain)
+        if subject.options.results != "clone" and any(wait.compared for wait in chain.waits):
+            pairs = zip(captured.outputs, captured.clones, strict=True)
+            chain.outputs = [output for output, copied in pairs if copied]
         captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs], mover
         if mover is not None:
