@@ -131,6 +131,32 @@ def test_functions_that_wait_are_replayed_and_right(
         assert step.statistics().replays > 5, step.explain()
 
 
+def test_what_a_value_guards_does_not_run_for_another_one(make: Make, where: str) -> None:
+    """Reading out of bounds ends the context of a GPU; what is written stays written."""
+    table, count = torch.arange(4.0, device=where), torch.zeros(1, device=where)
+
+    def function(at: Any) -> Any:
+        if bool((at < 4).all()):
+            count.add_(1)
+            return at * count
+        return table[at.clamp(max=3)] * 2
+
+    def inside(at: Any) -> Any:
+        return table[at] if bool((at < 4).all()) else table[at.clamp(max=3)] * 2
+
+    for theirs in (function, inside):
+        step = make(theirs)
+        with torch.no_grad():
+            for call in range(40):
+                at = torch.tensor([0, 3, 1 if call < 10 or call % 3 else 1 << 20], device=where)
+                before = count.clone()
+                found = step(at)
+                after = count.clone()
+                count.copy_(before)
+                assert same(found, theirs(at)) and same(count, after)
+        assert step.statistics().replays > 20, step.explain()
+
+
 class _Scored(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return x * 2, x.sum().item()
