@@ -37,7 +37,6 @@ def _works(draw: Any, where: str) -> Iterator[tuple[Any, ...]]:
     yield _aten.index.Tensor, torch.randn(3, *shape, 2).to(where), [None, mask]
     yield _aten.index_put.default, x, [mask], torch.randn(found, generator=draw).to(where)
     yield _aten.index_put.default, x, [mask], torch.tensor(2.0, device=where), True
-    yield _aten._unique2.default, whole, True, bool(number(2)), bool(number(2))
     if x.dim() == 1:
         yield _aten.repeat_interleave.Tensor, whole.long()
         yield _aten.repeat_interleave.Tensor, whole.long() - 1
@@ -85,6 +84,5 @@ def test_what_may_have_another_result_runs_as_it_is(where: str) -> None:
         (_aten.index.Tensor, x, [mask[:1]]),  # an error
         (_aten.index.Tensor, x, [mask.to(torch.uint8)]),  # torch warns of it
         (_aten.bincount.default, places, x),  # sums in no fixed order
-        (_aten._unique2.default, x),
     ):
         assert by_numbers(func, args, {}, torch.device(where), list) is None, func

@@ -39,7 +39,7 @@ _NAME = "ostinato_condition"
 _WORDS = struct.Struct("<2Q")
 _ONE = LaunchConfig(grid=1, block=1)
 _POLLS = 2000
-"""How often the host looks for the last number, some 100 us, before it waits for the stream."""
+"""The number of looks for the last number, some 100 us, before the host waits for the stream."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

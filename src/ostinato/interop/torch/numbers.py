@@ -97,8 +97,6 @@ def by_numbers(
         return lambda: func(args[0], [*_places(args[1])], *args[2:], **kwargs)
     if func is _aten.bincount.default and _can_count(args, kwargs):
         return lambda: run() if _any_below_0(args[0]) else _counted(*args, **kwargs)
-    if func is _aten._unique2.default and args[0].dtype in _INTEGERS and args[0].numel():
-        return functools.partial(_unique, *args, **kwargs)
     return None
 
 
@@ -164,27 +162,3 @@ def _counted(places: torch.Tensor, weights: None = None, minlength: int = 0) -> 
     count = _item(_aten.clamp_min(_aten.add(_aten.max(places), 1), minlength))
     found = _aten.new_zeros(places, [count])
     return _aten.scatter_add(found, 0, places, _aten.ones_like(places))
-
-
-def _unique(
-    tensor: torch.Tensor,
-    sorted: bool = True,
-    return_inverse: bool = False,
-    return_counts: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Does as `unique` of integers, which is sorted on a GPU in any case."""
-    flat = _aten.reshape(tensor, [-1])
-    values, order = _aten.sort(flat)
-    first = _aten.ones_like(flat, dtype=torch.bool)
-    _aten.copy_(_aten.slice(first, 0, 1), _aten.ne(values[1:], values[:-1]))
-    (places,) = _places([first])
-    nothing = _aten.new_empty(tensor, [0], dtype=torch.int64)
-    inverse = counts = nothing
-    if return_inverse:
-        names = _aten.sub(_aten.cumsum(first, 0), 1)
-        inverse = _aten.scatter(_aten.empty_like(names), 0, order, names)
-        inverse = _aten.reshape(inverse, tensor.shape)
-    if return_counts:
-        ends = _aten.cat([places[1:], _aten.new_full(places, [1], flat.numel())])
-        counts = _aten.sub(ends, places)
-    return _aten.index(values, [places]), inverse, counts
