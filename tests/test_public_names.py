@@ -176,7 +176,7 @@ def declared() -> Iterator[tuple[str, str, str]]:
             for name, member in own.items():
                 if isinstance(member, property):
                     member = member.fget
-                generated = getattr(vars(each).get("__dataclass_params__"), "init", False)
+                generated = "__dataclass_params__" in vars(each) and each.__dataclass_params__.init
                 special = ("__call__",) if generated else ("__init__", "__call__")
                 if not name.startswith("_") or name in special:
                     yield from annotated(f"{path}.{name}", getattr(member, "__func__", member))

@@ -7,6 +7,7 @@ text.  The members of classes in the reference are ordered for users.
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 import tomllib
@@ -101,6 +102,12 @@ class OfUsers(griffe.Extension):
     Methods come first, then attributes; records and enumerations keep their order.  Left out are
     `_INTERNAL`, attributes that an `__init__` sets without a docstring, and labels of attributes.
     """
+
+    def on_module_node(self, *, node: Any, **_: Any) -> None:
+        """Shows `dataclass` of `ostinato.records` to griffe as what it is for type checkers."""
+        for statement in node.body:
+            if isinstance(statement, ast.ImportFrom) and statement.module == "ostinato.records":
+                statement.module = "dataclasses"
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
         bases = "".join(map(str, cls.bases))

@@ -44,8 +44,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from ostinato.records import dataclass
 
 __all__ = [
     "CaptureBrokenError",

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-_TEMPORARY = re.compile(r"\.tmp-[0-9]+-[0-9a-f]{16}\Z")
+_TEMPORARY = r"\.tmp-[0-9]+-[0-9a-f]{16}\Z"
 """The names of unfinished files (`temporary_beside`)."""
 
 # O_NONBLOCK: if a FIFO takes the file's place after the check, the open must not block.
@@ -75,7 +75,7 @@ def temporary_beside(path: Path) -> Path:
 
 def is_temporary(path: Path) -> bool:
     """True if the name is one of `temporary_beside`."""
-    return bool(_TEMPORARY.match(path.name))
+    return bool(re.match(_TEMPORARY, path.name))
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from ostinato.driver.signature import Access, Signature, address_of, array_inter
 from ostinato.driver.stream import Operation, Stream
 from ostinato.errors import InputError, driver_error
 from ostinato.memory.ranges import range_of
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.context import Context, Watcher

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from ostinato.errors import InputError, SettingsError
+from ostinato.records import dataclass
 
 __all__ = [
     "ALL",

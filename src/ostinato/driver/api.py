@@ -23,10 +23,11 @@ import operator
 import re
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NewType, Protocol, TypeAlias, TypeVar
 
 from ostinato.errors import DriverError, GraphError, InputError
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     import numpy as np
@@ -282,9 +283,7 @@ def whole_number(value: object) -> int | None:
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgt", start=1):
     _UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
-_SIZE = re.compile(
-    r"\s*(?P<number>\d{1,20}(\.\d{1,20})?)\s*(?P<unit>[a-z]*)\s*\Z", re.IGNORECASE | re.ASCII
-)
+_SIZE = r"(?ia)\s*(?P<number>\d{1,20}(\.\d{1,20})?)\s*(?P<unit>[a-z]*)\s*\Z"
 
 
 def parse_bytes(value: int | str, what: str, least: int = 0) -> int:
@@ -293,7 +292,7 @@ def parse_bytes(value: int | str, what: str, least: int = 0) -> int:
     Raises InputError, with `what` in it, for what cannot be read or is below `least`.
     """
     nbytes = whole_number(value)
-    match = _SIZE.match(value) if isinstance(value, str) else None
+    match = re.match(_SIZE, value) if isinstance(value, str) else None
     unit = None if match is None else _UNITS.get(match["unit"].lower())
     if match is not None and unit is not None:
         number = match["number"]

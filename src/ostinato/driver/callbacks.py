@@ -7,13 +7,11 @@ its own (`Context.collect`) checks `in_host_function` first.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable
 
 from ostinato.driver.api import HostFailureListener
-
-_log = logging.getLogger("ostinato")
+from ostinato.logs import logger
 
 
 class _Thread(threading.local):
@@ -42,7 +40,9 @@ def run_host_function(
     try:
         function()
     except BaseException as error:
-        _log.exception("a host function of a stream or graph raised; the work after it goes on")
+        logger("ostinato").exception(
+            "a host function of a stream or graph raised; the work after it goes on"
+        )
         for listener in tuple(listeners):
             listener(function, error)
     finally:

@@ -16,14 +16,13 @@ function no driver call is allowed, and `collect` does nothing.
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ostinato.driver.api import (
@@ -48,13 +47,14 @@ from ostinato.errors import (
     OstinatoError,
     StreamCaptureError,
 )
+from ostinato.logs import logger
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.stream import Event, Operation, Stream
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
 _LOCK_PATIENCE = 1.0
 """Seconds that a thread of the driver waits for the lock of a context."""
 _BACKLOG = 64
@@ -386,7 +386,7 @@ class Context:
         raised."""
         unsaid = self.unsaid(0 if self.captures else math.inf)
         if unsaid is not None:
-            _log.error("closing %s: %s", self.driver.name, str(unsaid))
+            logger(__name__).error("closing %s: %s", self.driver.name, str(unsaid))
 
     # --- taps
     def add_tap(self, tap: Tap) -> None:
@@ -536,7 +536,9 @@ class Context:
             pass  # the context is lost, and its objects with it
         except DriverError as error:
             # As text: a log that keeps the error would keep its frames, and their objects.
-            _log.warning("waiting for a closed object failed, and goes on: %s", str(error))
+            logger(__name__).warning(
+                "waiting for a closed object failed, and goes on: %s", str(error)
+            )
             return False
         while item.marks:
             self._destroy_mark(item.marks.pop())
@@ -575,10 +577,10 @@ class Context:
         except ContextPoisonedError:
             pass  # the context is lost, and its objects with it
         except StreamCaptureError as error:
-            _log.warning("destroying a closed object is put off: %s", str(error))
+            logger(__name__).warning("destroying a closed object is put off: %s", str(error))
             return False
         except DriverError as error:
-            _log.warning("destroying a closed object failed: %s", str(error))
+            logger(__name__).warning("destroying a closed object failed: %s", str(error))
         return True
 
     def synchronize(self) -> None:
@@ -643,7 +645,7 @@ class Context:
         try:
             self._wait_for_all()
         except DriverError as error:
-            _log.debug("closing %s: %s", self.driver.name, str(error))
+            logger(__name__).debug("closing %s: %s", self.driver.name, str(error))
         self.collect()
         with self._lock:
             self.closed = True

@@ -10,7 +10,6 @@ import atexit
 import ctypes
 import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -85,6 +84,8 @@ def _at_exit() -> None:
         except OstinatoError:  # closed, or in a forked child
             continue
         if error is not None:
+            import traceback  # here, since most processes end without
+
             failed = True
             print("ostinato: work failed, and no call after it could say so:", file=sys.stderr)
             traceback.print_exception(error, file=sys.stderr)

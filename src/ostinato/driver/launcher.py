@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,6 +19,7 @@ from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
 from ostinato.driver.signature import Element, address_for, buffer_struct
 from ostinato.errors import Status
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.api import (
@@ -118,7 +119,7 @@ class PythonSeat:
             return not self.leases
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PythonRepeat:
     """A call that repeats the last replay, as long as its arguments and guards are unchanged.
 

@@ -21,9 +21,10 @@ import enum
 import itertools
 import re
 import struct
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from math import isinf
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +35,7 @@ import numpy.typing as npt
 from ostinato.driver.api import KernelArguments, ParameterSlot
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.api import Driver
@@ -251,7 +253,7 @@ PLAIN_CODES = frozenset("P").union(s.code for s in _SCALARS.values()) - {"e"}
 """The codes that `launcher.packer` takes, `P` for an address: numbers that have exactly one Python
 type and that C converts as NumPy does."""
 
-_PARAMETER = re.compile(
+_PARAMETER = (
     r"\s*(?P<name>[A-Za-z_]\w*)\s*:\s*(?P<star>\*\s*(?P<access>const\b|out\b)?\s*)?"
     r"(?P<type>[a-z]+\d*)(\[(?P<size>\d+)\])?\s*\Z"
 )
@@ -406,7 +408,7 @@ def _wrong_type(parameter: Parameter, held: np.dtype[Any]) -> str:
 
 
 def _parse_parameter(part: str, text: str) -> Parameter:
-    match = _PARAMETER.match(part)
+    match = re.match(_PARAMETER, part)
     if match is None:
         raise InputError(f"signature {text!r}: cannot read {part.strip()!r} (like 'x: *f32')")
     name, kind, pointer = match["name"], match["type"], match["star"] is not None
@@ -688,9 +690,12 @@ def _exact_structs(dtype: np.dtype[Any], values: object) -> npt.NDArray[Any]:
 def refuse_masked(values: object, what: str = "") -> None:
     """Raises InputError, which begins with `what`, for masked elements: the values under a mask
     would be used as values."""
+    # The name `np.ma` would import it, which takes milliseconds of a start; if nobody has imported
+    # it, there is no masked array.
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
     # By the mask's bytes: NumPy has no `any` for a mask of structs.
     if (
-        isinstance(values, np.ma.MaskedArray)
+        isinstance(values, masked)
         and np.frombuffer(np.ma.getmaskarray(values).tobytes(), bool).any()
     ):
         raise InputError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from threading import get_ident
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from ostinato.errors import (
     NotAvailableError,
     StreamCaptureError,
 )
+from ostinato.records import dataclass
 
 T = TypeVar("T")
 _serials = itertools.count(1)

@@ -10,11 +10,10 @@ States: OPEN (allocates; captures may use it) -> SEALED (refuses both) -> OPEN a
 from __future__ import annotations
 
 import enum
-import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy.typing as npt
 
@@ -25,9 +24,10 @@ from ostinato.driver.forking import new_lock
 from ostinato.driver.location import caller_location
 from ostinato.driver.signature import BYTES
 from ostinato.errors import ClosedError, PoolSealedError
+from ostinato.logs import logger
 from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
+from ostinato.records import dataclass
 
-_log = logging.getLogger(__name__)
 _ALIGNMENT = 256
 
 
@@ -174,7 +174,7 @@ class CapturePool(Closeable):
             with self.context.relaxed():
                 slab = allocate(self.context, size, BYTES)
             self._growth.append(growth)
-            _log.warning(
+            logger(__name__).warning(
                 "pool%s grew by %d bytes during a capture%s at %s; reserve more beforehand",
                 self._named,
                 size,

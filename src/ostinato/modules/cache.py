@@ -24,16 +24,14 @@ Evicting does not unload: the module's finaliser retires it.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
 import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -52,6 +50,7 @@ from ostinato.errors import (
     Status,
     StreamCaptureError,
 )
+from ostinato.logs import logger
 from ostinato.modules.compiler import (
     Compiled,
     CompileFailure,
@@ -72,6 +71,7 @@ from ostinato.modules.source import (
     as_source,
     require_entries,
 )
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
@@ -80,13 +80,12 @@ AnySource: TypeAlias = "Source | str | HostKernel"
 PreloadItem: TypeAlias = Kernel | tuple[AnySource, str | Sequence[str]]
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
 
 _MAX_FAILURES = 256
 _COUNTED = ("misses", "waits", "compiles", "failures", "known_failures")
 
 # A zero byte would end the name in C, and lone surrogates are not text.
-_NO_NAME = re.compile("[\0\ud800-\udfff]")
+_NO_NAME = "[\0\ud800-\udfff]"
 
 # Statuses caused by the code, not by the machine.
 _BAD_CODE = frozenset(
@@ -230,6 +229,8 @@ class ModuleCache(Closeable):
 
         if len(sources) < 2:
             return tuple(map(loaded, wanted))
+        from concurrent.futures import ThreadPoolExecutor  # here, since a start needs none
+
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
             try:
                 return tuple(pool.map(loaded, wanted))
@@ -270,7 +271,7 @@ class ModuleCache(Closeable):
         self.context.require_open()
         if self._closed:
             raise ClosedError("this module cache is closed; open the device again")
-        if not isinstance(name, str) or not name or _NO_NAME.search(name):
+        if not isinstance(name, str) or not name or re.search(_NO_NAME, name):
             raise InputError(f"the kernel's name is {name!r}; a name in C++ is needed")
         known = as_source(source)
         chosen = as_options(options)
@@ -367,7 +368,9 @@ class ModuleCache(Closeable):
         if why is None and disk is not None:
             disk.save(plan.key, compiled, name=source.name, arch=plan.arch)
         elif why is not None and self._store.get(plan.key) is None:
-            _log.warning("%s is compiled whenever it is asked for: %s", source.name, why)
+            logger(__name__).warning(
+                "%s is compiled whenever it is asked for: %s", source.name, why
+            )
         try:
             return self._load(source, compiled)
         except DriverError as error:
@@ -415,7 +418,7 @@ class ModuleCache(Closeable):
         try:
             loaded = call()
             if self.context.captures:
-                _log.warning(
+                logger(__name__).warning(
                     "kernel %r was loaded while a capture was under way, at %s; this driver "
                     "allows it, others break the capture: modules.preload it before",
                     name,

@@ -20,16 +20,16 @@ A plan is made for the compiler that is expected (`nvrtc`).  When something must
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from ostinato.driver.api import Driver
 from ostinato.errors import CompileError, InputError, NotAvailableError
+from ostinato.logs import logger
 from ostinato.modules.headers import Inputs, Observation, Toolkit, bundled_headers, observe
 from ostinato.modules.nvrtc import Answer, Nvrtc, Toolchain, installed_headers
 from ostinato.modules.source import (
@@ -42,8 +42,7 @@ from ostinato.modules.source import (
     pre_includes,
     reads_files,
 )
-
-_log = logging.getLogger(__name__)
+from ostinato.records import dataclass
 
 # The compiler reads these variables itself, so they belong to every key.
 _COMPILER_VARIABLES = ("NVRTC_PREPEND_FLAGS", "NVRTC_APPEND_FLAGS")
@@ -55,8 +54,8 @@ _INSTALL_HEADERS = (
     "'nvidia-cuda-runtime-cu{0}=={0}.{1}.*' for CUDA 12, or a toolkit of the compiler's version"
 )
 
-_PLAIN_NAME = re.compile(r"[A-Za-z_$][\w$]*\Z")
-_ERROR_LINE = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error", re.M)
+_PLAIN_NAME = r"[A-Za-z_$][\w$]*\Z"
+_ERROR_LINE = r"(?m)^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error"
 
 
 toolchain = Toolchain()
@@ -273,7 +272,7 @@ def ask(driver: Driver, source: Source, name: str, options: CompileOptions) -> Q
 
 def is_expression(name: str) -> bool:
     """True if an entry is named in C++ ("scale<float>", "ns::scale") and not by its symbol."""
-    return not _PLAIN_NAME.match(name)
+    return not re.match(_PLAIN_NAME, name)
 
 
 def check_ptx(data: bytes, name: str) -> None:
@@ -308,7 +307,7 @@ def confirmed(plan: Plan) -> Plan:
     used = toolchain.library().file.identity
     if plan.compiler == used:
         return plan
-    _log.info("the compiler is %s; %s was expected", used, plan.compiler)
+    logger(__name__).info("the compiler is %s; %s was expected", used, plan.compiler)
     return plan_compilation(plan.source, plan.options, plan.capability, plan.expressions)
 
 
@@ -340,7 +339,9 @@ def try_plan(plan: Plan) -> Compiled | CompileFailure:
         answer, seen = _run(library, plan, toolkit)
         lacks_header = bool(answer.status) and " open " in answer.log
         if toolkit is not None and (seen.damaged or (lacks_header and toolkit.damaged())):
-            _log.warning("the headers in %s are damaged and unpacked again", toolkit.root)
+            logger(__name__).warning(
+                "the headers in %s are damaged and unpacked again", toolkit.root
+            )
             toolkit = _toolkit(library)
             continue
         if toolkit is None and (lacks_header or seen.probed):
@@ -397,7 +398,7 @@ def is_current(inputs: Inputs) -> bool:
 
 def _excerpt(source: Source, log: str) -> str:
     """Returns the lines around the first error in the source itself or in one of its headers."""
-    for match in _ERROR_LINE.finditer(log):
+    for match in re.finditer(_ERROR_LINE, log):
         file, line = match["file"].strip(), int(match["line"])
         text = source.cuda if file == source.name else source.headers.get(file)
         if text is None:

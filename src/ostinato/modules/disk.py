@@ -30,7 +30,6 @@ import contextlib
 import hashlib
 import hmac
 import json
-import logging
 import os
 import re
 import stat
@@ -38,7 +37,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ostinato import settings
@@ -46,17 +45,17 @@ from ostinato.driver.api import parse_bytes
 from ostinato.driver.forking import new_lock
 from ostinato.errors import InputError
 from ostinato.files import UntrustedError, is_temporary, open_regular, replace_file
+from ostinato.logs import logger
 from ostinato.modules.compiler import Compiled
 from ostinato.modules.headers import Inputs
 from ostinato.modules.source import DIGEST_BYTES, SCHEMA
-
-_log = logging.getLogger(__name__)
+from ostinato.records import dataclass
 
 _MAGIC = b"OSTINATO"
 _HEADER = struct.Struct(f"<8sIIQ{DIGEST_BYTES}s")
 _SUFFIX = ".kernel"
 _MAX_FILE = 1 << 28
-_KEY_NAME = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z")
+_KEY_NAME = rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}\Z"
 _STALE_SECONDS = 3600.0
 
 _COUNTED = ("hits", "misses", "writes", "rejected", "pruned")
@@ -151,7 +150,9 @@ class DiskStore:
             self.reject(key, str(error))
             return None
         except OSError as error:  # such as too many open files: the file may be sound
-            _log.warning("kernel file %s cannot be read: %s; compiling again", path, error)
+            logger(__name__).warning(
+                "kernel file %s cannot be read: %s; compiling again", path, error
+            )
             self._count(rejected=1, misses=1)
             return None
         self._count(hits=1)
@@ -160,7 +161,7 @@ class DiskStore:
     def reject(self, key: bytes, why: str) -> None:
         """Removes the file of a key, with a warning; the key must be compiled again."""
         path = self.path(key)
-        _log.warning("kernel file %s is not used: %s; compiling again", path, why)
+        logger(__name__).warning("kernel file %s is not used: %s; compiling again", path, why)
         _remove(path)
         self._count(rejected=1, misses=1)
 
@@ -179,7 +180,9 @@ class DiskStore:
             self._make_folder()
             replace_file(path, data, private=True)
         except IsADirectoryError:
-            _log.warning("kernel file %s is not written: a folder has its name; remove it", path)
+            logger(__name__).warning(
+                "kernel file %s is not written: a folder has its name; remove it", path
+            )
             return False
         except (OSError, UntrustedError) as error:
             self._switch_off(str(error))
@@ -205,7 +208,7 @@ class DiskStore:
             if self._off is not None:
                 return
             self._off = why
-        _log.warning("kernels are not kept on disk from here on: %s", why)
+        logger(__name__).warning("kernels are not kept on disk from here on: %s", why)
 
     def _count(self, **counts: int) -> None:
         with self._lock:
@@ -219,7 +222,7 @@ class DiskStore:
         now = time.time()
         for path, status in self._files(_SUFFIX):
             name = path.name.removesuffix(_SUFFIX)
-            key = name if _KEY_NAME.match(name) else ""
+            key = name if re.match(_KEY_NAME, name) else ""
             last_use = min(max(status.st_mtime, 0.0), now)
             record = StoredKernel(path, key, status.st_size, last_use)
             found.append(_described(record) if check else record)
@@ -253,7 +256,9 @@ class DiskStore:
             if is_temporary(path):
                 if time.time() - status.st_mtime > _STALE_SECONDS:
                     _remove(path)
-            elif path.name.endswith(_SUFFIX) and _KEY_NAME.match(path.name.removesuffix(_SUFFIX)):
+            elif path.name.endswith(_SUFFIX) and re.match(
+                _KEY_NAME, path.name.removesuffix(_SUFFIX)
+            ):
                 files.append((path, status))
         total = sum(status.st_size for _, status in files)
         removed = 0

@@ -28,7 +28,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from ostinato import settings
 from ostinato.files import UntrustedError, open_regular
 from ostinato.modules.nvrtc import CompilerFile, Nvrtc, Opened, Reference
 from ostinato.modules.source import DIGEST_BYTES, Source, include_dirs, pre_includes
+from ostinato.records import dataclass
 
 _DIGESTS = ".digests"
 _STALE_SECONDS = 3600.0
@@ -169,16 +170,16 @@ def _content_digest(data: bytes) -> bytes:
 # A file that changes twice within the resolution of file times (2 s at most) seems unchanged.
 _SETTLED_NS = 2_000_000_000
 
-_SPLICE = re.compile(rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n")
+_SPLICE = rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n"
 # The word, or an identifier that pasting (##) could complete to it.
-_MAY_ASK = re.compile(rb"has_include|(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)")
+_MAY_ASK = rb"has_include|(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)"
 _NAMED = rb'\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s*\)'
-_PROBE = re.compile(rb"__has_include" + _NAMED)
+_PROBE = rb"__has_include" + _NAMED
 # In headers of the toolkit a macro passes the name on unchanged.
-_CALL = re.compile(rb"\w+" + _NAMED)
-_NO_PROBE = re.compile(rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z")
+_CALL = rb"\w+" + _NAMED
+_NO_PROBE = rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z"
 # After these, the compiler reports line numbers and file names chosen by the text.
-_RENUMBERED = re.compile(rb"(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)", re.DOTALL)
+_RENUMBERED = rb"(?s)(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)"
 
 Stamp = tuple[int, int, int, int]
 
@@ -391,7 +392,7 @@ def _names(
 ) -> set[_Asked] | None:
     """Returns the names given to __has_include; None if the texts do not show them."""
     own = (text for path, text in texts.items() if not _inside(toolkit, path))
-    if references is None or any(map(_RENUMBERED.search, own)):
+    if references is None or any(re.search(_RENUMBERED, text) for text in own):
         return None
     names: set[_Asked] = set()
     lines = {path: text.split(b"\n") for path, text in texts.items()}
@@ -402,12 +403,12 @@ def _names(
         line = b"".join(lines.get(at.file, [])[at.line - 1 : at.line])
         before, rest = line[: at.column - 1], line[at.column - 1 :]
         # For a macro the compiler gives the place of its use, where the text is another.
-        match = (_CALL if trusted else _PROBE).match(rest)
+        match = re.match(_CALL if trusted else _PROBE, rest)
         if match is not None:
             name = os.fsdecode(match["angle"] or match["quote"])
             if name not in memory:  # texts in memory are found before any file
                 names.add((name, _parent(at.file) if at.file in on_disk else None))
-        elif not (rest.startswith(b"__has_include") and _NO_PROBE.search(before)):
+        elif not (rest.startswith(b"__has_include") and re.search(_NO_PROBE, before)):
             return None
     return names
 
@@ -417,7 +418,7 @@ def _inside(toolkit: Toolkit | None, path: str) -> bool:
 
 
 def _may_ask(texts: Iterable[bytes]) -> bool:
-    return any(_MAY_ASK.search(_SPLICE.sub(b"", text)) for text in texts)
+    return any(re.search(_MAY_ASK, re.sub(_SPLICE, b"", text)) for text in texts)
 
 
 # ------------------------------------------------------------------------------------ files as such

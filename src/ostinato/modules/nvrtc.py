@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from ostinato.driver.forking import new_lock
 from ostinato.errors import CompileError, NoCudaError, SettingsError
 from ostinato.files import UntrustedError, open_regular, replace_file
 from ostinato.modules.source import digest_of
+from ostinato.records import dataclass
 
 _MOST_REMEMBERED = 1 << 16  # bytes of a file that stores where NVRTC is
 _INSTALL = "install it with: pip install 'ostinato[cuda13]' (or 'ostinato[cuda12]')"
@@ -52,9 +53,7 @@ _NOWHERE = "/proc/ostinato-memory"
 
 # The first and the last text that the compiler lists as included; both are its own.
 _FIRST, _LAST = "__nv_nvrtc_builtin_header.h", "__nv_name_map"
-_REFERENCE = re.compile(
-    rb"^[^\t\n]*\t__has_include\tR\t(?P<file>.*)\t(?P<line>\d+)\t(?P<column>\d+)$", re.MULTILINE
-)
+_REFERENCE = rb"(?m)^[^\t\n]*\t__has_include\tR\t(?P<file>.*)\t(?P<line>\d+)\t(?P<column>\d+)$"
 
 _Program = ctypes.c_void_p
 _POINTER = ctypes.c_void_p
@@ -207,7 +206,7 @@ class Nvrtc:
             self._compile(last, name, headers, (*flags, *tracing), (), False)
             *found, end = (
                 Reference(os.fsdecode(m["file"]), int(m["line"]), int(m["column"]))
-                for m in _REFERENCE.finditer(uses.read_bytes())
+                for m in re.finditer(_REFERENCE, uses.read_bytes())
             )
             if end.line == text.count("\n") + 2:
                 return tuple(found)

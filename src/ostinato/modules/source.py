@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite
 from numbers import Integral, Real
 from os import PathLike
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from ostinato.driver.signature import Signature
 from ostinato.errors import InputError
+from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.host.kernel import HostKernel
@@ -60,8 +61,8 @@ def digest_of(parts: Iterable[str | bytes | int | None]) -> bytes:
 
 _MAGIC = {"cubin": b"\x7fELF", "fatbin": b"\x50\xed\x55\xba"}
 # Comments and blank lines may precede the first directive.
-_PTX = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\s", re.DOTALL)
-_FILE_NAME = re.compile(r"[^\n;{}()#]*\.(?:cu|cuh|cubin|ptx|fatbin|c|cc|cpp|h|hpp)")
+_PTX = r"(?s)(?:\s|//[^\n]*\n|/\*.*?\*/)*\.version\s"
+_FILE_NAME = r"[^\n;{}()#]*\.(?:cu|cuh|cubin|ptx|fatbin|c|cc|cpp|h|hpp)"
 
 BINARY_KINDS = frozenset({"ptx", "cubin", "fatbin"})
 """Kinds of `Source.data`: code that is compiled already, or that the driver itself assembles."""
@@ -181,7 +182,9 @@ class Source(_Content):
         except (OSError, TypeError, ValueError) as error:
             raise InputError(f"Source.from_file({path!r}): {error}") from None
         kind = next((k for k, magic in _MAGIC.items() if raw.startswith(magic)), "cuda")
-        if kind == "cuda" and (Path(path).suffix == ".ptx" or _PTX.match(raw.decode("latin-1"))):
+        if kind == "cuda" and (
+            Path(path).suffix == ".ptx" or re.match(_PTX, raw.decode("latin-1"))
+        ):
             kind = "ptx"
         about: dict[str, Any] = {"host": host, "signatures": signatures, "name": Path(path).name}
         if kind != "cuda":
@@ -253,13 +256,13 @@ def _require_code(name: str, value: object) -> None:
             "`data` with its kind, or let Source.from_file read it"
         )
     _require_text(f"source {name!r}: cuda", value)
-    if _PTX.match(str(value)):
+    if re.match(_PTX, str(value)):
         raise InputError(f'source {name!r} is PTX: Source(kind="ptx", data=text)')
 
 
 def _refuse_file_name(value: object) -> None:
     """Raises InputError for the name of a file, which is not code."""
-    if isinstance(value, PathLike) or (isinstance(value, str) and _FILE_NAME.fullmatch(value)):
+    if isinstance(value, PathLike) or (isinstance(value, str) and re.fullmatch(_FILE_NAME, value)):
         raise InputError(
             f"{value!r} is the name of a file, and code is needed: Source.from_file reads files"
         )
@@ -359,16 +362,15 @@ def as_source(value: Source | str | HostKernel) -> Source:
 
 # ------------------------------------------------------------------------------------------ options
 
-_ARCH = re.compile(r"(sm|compute)_\d+[af]?\Z")
-_OWN_FIELD = re.compile(r"--?(gpu-architecture|arch)\b")
-_INCLUDE_DIR = re.compile(r"(?:-I|--include-path)(?:=|\s*)(?P<path>.*)\Z", re.DOTALL)
-_PRE_INCLUDE = re.compile(r"(?:-include|--pre-include)(?:=|\s*)(?P<path>.*)\Z", re.DOTALL)
+_ARCH = r"(sm|compute)_\d+[af]?\Z"
+_OWN_FIELD = r"--?(gpu-architecture|arch)\b"
+_INCLUDE_DIR = ("-I", "--include-path")
+_PRE_INCLUDE = ("-include", "--pre-include")
 # Flags that make the compiler or the assembler read files that it does not list as headers, search
 # folders that are not named, or pass on options that are not known here.
-_READS_FILES = re.compile(
-    r"--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|apply-controls|Xcudafe)|@"
-    r"|.*(?:ptxas|nvvm).*(?:file|optf|controls|@)",
-    re.DOTALL,
+_READS_FILES = (
+    r"(?s)--?(?:(?:use|create)[-_]pch|pch|use-bundled|options-file|optf|apply-controls|Xcudafe)|@"
+    r"|.*(?:ptxas|nvvm).*(?:file|optf|controls|@)"
 )
 
 
@@ -416,7 +418,7 @@ class CompileOptions(_OptionFields):
                 raise InputError(f"{what}={value!r}: a list is needed")
         _require_text("std", std)
         flags = tuple(extra)
-        if arch is not None and not (isinstance(arch, str) and _ARCH.match(arch)):
+        if arch is not None and not (isinstance(arch, str) and re.match(_ARCH, arch)):
             raise InputError(f"arch={arch!r}: like 'sm_90', 'sm_90a' or 'compute_90'")
         if max_registers is not None and not (
             isinstance(max_registers, SupportsIndex) and 16 <= max_registers <= 255
@@ -427,7 +429,7 @@ class CompileOptions(_OptionFields):
                 raise InputError(f"{switch}={on!r}: True or False")
         for flag in flags:
             _require_text("an extra flag", flag)
-            if _OWN_FIELD.match(flag):
+            if re.match(_OWN_FIELD, flag):
                 raise InputError(f"extra flag {flag!r}: the architecture is the option `arch`")
         super().__init__(
             std,
@@ -518,8 +520,9 @@ def flags_of(options: CompileOptions) -> tuple[str, ...]:
     return (*flags, *options.extra)
 
 
-def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
-    """Returns the values of a flag that is written as -Ixxx, as --flag=xxx, or as two words.
+def _values(flags: Sequence[str], names: tuple[str, str]) -> tuple[str, ...]:
+    """Returns the values of a flag, of these two names, that is written as -Ixxx, as --flag=xxx, or
+    as two words.
 
     The compiler ignores spaces before a value unless they follow a "="; so does this function.
     """
@@ -530,13 +533,14 @@ def _values(flags: Sequence[str], pattern: re.Pattern[str]) -> tuple[str, ...]:
             found.append(flag.lstrip())
             pending = False
             continue
-        match = pattern.match(flag)
-        if match is None:
-            continue
-        if match["path"] or flag.endswith("="):
-            found.append(match["path"])
-        else:
-            pending = True
+        for name in names:
+            if flag.startswith(name):
+                value = flag.removeprefix(name)
+                value = value[1:] if value.startswith("=") else value.lstrip()
+                if value or flag.endswith("="):
+                    found.append(value)
+                else:
+                    pending = True
     return tuple(found)
 
 
@@ -552,4 +556,4 @@ def pre_includes(flags: Sequence[str]) -> tuple[str, ...]:
 
 def reads_files(flags: Sequence[str]) -> bool:
     """True if the compiler would read files that this library cannot track."""
-    return any(_READS_FILES.match(flag) for flag in flags)
+    return any(re.match(_READS_FILES, flag) for flag in flags)

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from ctypes import byref
 from typing import Any
@@ -58,10 +58,23 @@ class CudaDriver(ExecCalls):
             collect_modules()  # before anything is loaded
         lib = Libcuda()  # first: without it, importing cuda.core takes 0.5 s and 35 MB for nothing
         # The driver takes as long to start as cuda.core to import, 0.2 s each: here in parallel.
-        with ThreadPoolExecutor(1, thread_name_prefix="ostinato-open") as beside:
-            starting = beside.submit(_start, lib, ordinal)
+        answers: list[ctypes.c_int | Exception | None] = []
+
+        def start() -> None:
+            try:
+                answers.append(_start(lib, ordinal))
+            except Exception as error:
+                answers.append(error)
+
+        starting = threading.Thread(target=start, name="ostinato-open")
+        starting.start()
+        try:
             device_type = _import_device()
-        started = starting.result()
+        finally:
+            starting.join()
+        (started,) = answers
+        if isinstance(started, Exception):
+            raise started
         try:
             device = device_type(ordinal)
             device.set_current()

@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -46,6 +46,7 @@ from ostinato.driver.cuda.launch import (
 )
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
+from ostinato.records import dataclass
 
 RECORD = np.dtype(
     [
@@ -210,12 +211,12 @@ _HOLDERS = (ChildGraphNodeParams, ConditionalNodeParams)
 _MEMORY_NODES = (AllocNodeParams, FreeNodeParams)
 
 
-@dataclass(eq=False)
-class CudaFrozenGraph:
-    """A frozen definition.  `raw`: the kernels as they were read, with the `layouts` of their
-    functions (`layout_bytes`); `others`: the other nodes, by their indices.  `read`: the attributes
-    that the shapes hold; `rest`: those to be read when a node is decoded.  `by_function`: a node
-    may have attributes that the driver does not report."""
+@dataclass(slots=True, eq=False)
+class _FrozenFields:
+    """The fields of `CudaFrozenGraph`.  `raw`: the kernels as they were read, with the `layouts` of
+    their functions (`layout_bytes`); `others`: the other nodes, by their indices.  `read`: the
+    attributes that the shapes hold; `rest`: those to be read when a node is decoded.
+    `by_function`: a node may have attributes that the driver does not report."""
 
     decoder: NodeDecoder
     nodes: tuple[NodeHandle, ...]
@@ -226,6 +227,10 @@ class CudaFrozenGraph:
     read: tuple[int, ...]
     rest: tuple[int, ...]
     by_function: bool
+
+
+class CudaFrozenGraph(_FrozenFields):
+    """A frozen definition, with what is computed from its fields when it is first needed."""
 
     @cached_property
     def records(self) -> npt.NDArray[Any]:

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from ctypes import byref
-from dataclasses import dataclass
 from functools import partial
 
 from ostinato.driver.api import (
@@ -87,6 +86,7 @@ from ostinato.driver.cuda.nodes import (
 from ostinato.driver.cuda.streams import StreamCalls
 from ostinato.driver.launcher import reader
 from ostinato.errors import ContextPoisonedError, DriverError, Status
+from ostinato.records import dataclass
 
 # The calls that set a node's parameters: in a definition, and in an executable.
 _SETTERS: dict[type[NodeParams], tuple[str, str]] = {

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,8 +24,7 @@ from ostinato.driver.api import HostFailureListener
 from ostinato.driver.callbacks import run_host_function
 from ostinato.driver.cuda.libcuda import Libcuda
 from ostinato.driver.forking import new_lock
-
-_log = logging.getLogger("ostinato")
+from ostinato.logs import logger
 
 _NO_DESTRUCTOR_SYNC = 1
 _MOVE_REFERENCE = 1
@@ -48,7 +46,9 @@ _CallbackType = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 def _run(registered: _Registered | None, number: int | None) -> None:
     if registered is None:
-        _log.error("host function %s was called after it was given up; it did not run", number)
+        logger("ostinato").error(
+            "host function %s was called after it was given up; it did not run", number
+        )
     else:
         run_host_function(registered.function, registered.listeners)
 

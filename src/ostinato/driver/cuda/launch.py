@@ -9,7 +9,6 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ostinato.driver.api import (
@@ -20,6 +19,7 @@ from ostinato.driver.api import (
     ParameterSlot,
 )
 from ostinato.driver.cuda import libcuda as cu
+from ostinato.records import dataclass
 
 # The heads of the blocks below, in the format of `struct`: CUlaunchConfig, and
 # CUDA_KERNEL_NODE_PARAMS_v2.  A test compares them with the structures.

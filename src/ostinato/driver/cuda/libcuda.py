@@ -23,10 +23,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import Structure, Union, c_char, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ostinato.errors import NoCudaError, NotAvailableError, explain
+from ostinato.records import dataclass
 
 INSTALL = 'install the NVIDIA driver, and then: pip install "ostinato[cuda13]"'
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
@@ -27,6 +25,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.errors import Status, driver_error
+from ostinato.records import dataclass
 
 ELEMENT_SIZES = (1, 2, 4)
 """The possible sizes of a fill's elements, in bytes."""
@@ -200,6 +199,8 @@ def read_edge_data(raw: cu.EdgeDataStruct) -> EdgeData:
 
 def has_cycle(edges: Sequence[Edge]) -> bool:
     """True if the edges hold a cycle."""
+    from graphlib import CycleError, TopologicalSorter  # here, since a start adds no edges
+
     sorter = TopologicalSorter[int]()
     for edge in edges:
         sorter.add(edge.target, edge.source)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
-from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -38,6 +38,10 @@ from ostinato.driver.host.handles import HandleTable, invalid, new_handle, unsup
 from ostinato.driver.host.memory import MemoryTable
 from ostinato.driver.order import in_order
 from ostinato.errors import DriverError
+from ostinato.records import dataclass
+
+if TYPE_CHECKING:
+    from random import Random
 
 MEMORY_KINDS = frozenset({NodeKind.MEM_ALLOC, NodeKind.MEM_FREE})
 # A graph with a node of these kinds has one executable at a time, no clone, and is no child.

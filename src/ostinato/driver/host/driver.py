@@ -42,8 +42,7 @@ import os
 import platform
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
-from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -104,6 +103,9 @@ from ostinato.driver.interrupts import uninterrupted
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import DriverError, Status, driver_error
 
+if TYPE_CHECKING:
+    from random import Random
+
 DEFAULT_MEMORY = 8 << 30
 
 # Seconds that `close` waits for a thread.  A host function may never return.
@@ -146,7 +148,11 @@ class HostDriver:
         shuffle: int | None = None,
     ) -> None:
         self.name = name
-        self._shuffle = None if shuffle is None else Random(shuffle)
+        self._shuffle: Random | None = None
+        if shuffle is not None:
+            from random import Random
+
+            self._shuffle = Random(shuffle)
         self._lock = new_lock()
         self._context = HostContext(total_memory)
         self._memory = self._context.memory

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from random import Random
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import (
     BODY_PARAMS,
@@ -49,6 +49,9 @@ from ostinato.driver.host.work import (
     run_steps,
 )
 from ostinato.errors import DriverError, Status, driver_error
+
+if TYPE_CHECKING:
+    from random import Random
 
 _SWITCHABLE = frozenset({NodeKind.KERNEL, NodeKind.MEMCPY, NodeKind.MEMSET})
 

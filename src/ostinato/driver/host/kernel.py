@@ -24,7 +24,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ import numpy.typing as npt
 from ostinato.driver.api import Dim3, ParameterSlot
 from ostinato.driver.signature import Access, Signature, buffer_struct, numpys_dtype
 from ostinato.errors import InputError
+from ostinato.records import dataclass
 
 DEFAULT_MAX_THREADS = 1024
 
@@ -152,7 +153,7 @@ def _require_takes(function: Callable[..., object], entry: str, signature: Signa
         ) from None
 
 
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_TARGET = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 
 
 def target_of(kernel: HostKernel) -> str:
@@ -187,7 +188,7 @@ def target_of(kernel: HostKernel) -> str:
 
 def kernel_at(target: str) -> HostKernel:
     """Returns the kernel at "module:name"; imports the module.  Raises InputError without one."""
-    if not _TARGET.fullmatch(target):
+    if not re.fullmatch(_TARGET, target):
         raise InputError(f"{target!r} is no place of a kernel (module:name)")
     module, _, path = target.partition(":")
     try:

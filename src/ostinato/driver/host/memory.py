@@ -11,7 +11,6 @@ import operator
 import os
 import struct
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ostinato.driver.host.handles import invalid
 from ostinato.driver.host.kernel import HostKernel, PointerParameter
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
+from ostinato.records import dataclass
 
 POISON = 0xA5
 ALIGNMENT = 256

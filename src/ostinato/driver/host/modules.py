@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ostinato.driver.api import (
     FunctionCode,
@@ -18,6 +17,7 @@ from ostinato.driver.api import (
 from ostinato.driver.host.handles import invalid, new_handle
 from ostinato.driver.host.kernel import HostKernel, kernel_at, target_of
 from ostinato.errors import InputError, Status, driver_error
+from ostinato.records import dataclass
 
 MAX_THREADS = 1024
 MAX_SHARED = 227 * 1024  # the limit of a block on an H100

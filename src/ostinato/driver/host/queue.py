@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
@@ -21,6 +20,7 @@ from ostinato.driver.host.kernel import HostKernel
 from ostinato.driver.host.memory import MemoryTable
 from ostinato.driver.interrupts import uninterrupted
 from ostinato.errors import ContextPoisonedError, DriverError, Status, driver_error
+from ostinato.records import dataclass
 
 Task: TypeAlias = Callable[[], object]
 

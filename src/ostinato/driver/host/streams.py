@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from ostinato.driver.api import (
@@ -33,6 +33,7 @@ from ostinato.driver.host.definition import DefinitionNode, GraphDefinition, anc
 from ostinato.driver.host.handles import invalid
 from ostinato.driver.host.queue import Mark, WorkQueue
 from ostinato.errors import Status, driver_error
+from ostinato.records import dataclass
 
 _numbers = itertools.count(1)
 

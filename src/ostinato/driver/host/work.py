@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -34,6 +34,7 @@ from ostinato.driver.host.kernel import HostLaunch
 from ostinato.driver.host.modules import LoadedFunction
 from ostinato.driver.host.queue import HostContext
 from ostinato.driver.host.streams import HostEvent
+from ostinato.records import dataclass
 
 Step: TypeAlias = Callable[[], object]
 
