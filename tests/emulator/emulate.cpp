@@ -1,18 +1,53 @@
 // What all emulated kernels share, compiled once: fibers, barriers, and how blocks take turns.
 #include "emulate.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <cstring>
+#include <memory>
 #include <numeric>
 #include <random>
+#include <vector>
 
 namespace emulated {
+
+// An asynchronous copy of 16 bytes, or of zeros.
+struct Copy {
+    void* to;
+    const void* from;
+    bool there;
+};
+
+struct Copies {
+    std::vector<std::vector<Copy>> groups;  // the last is not ended
+};
+
+// A copy of many bytes, which are counted.  `row`: of a panel, whose chunks of 16 bytes are permuted, or -1.
+struct BulkCopy {
+    void* to;
+    const void* from;  // null for zeros
+    unsigned bytes;
+    unsigned long long* arrivals;
+    int row;
+};
+
+// What a block has by thread or by warp.
+struct BlockMemory {
+    std::vector<unsigned char> shared;
+    std::vector<Barrier> warp_barriers;
+    std::vector<int> warp_live;
+    std::vector<uint64_t> slots;
+    std::vector<uint32_t> operands;
+    std::vector<BulkCopy> bulk_copies;  // under way
+};
 
 PER_THREAD Fiber* current = nullptr;
 PER_THREAD dim3 grid_size{}, block_size{};
 PER_THREAD long progress = 0, exits = 0;
 
 static PER_THREAD void* scheduler_stack = nullptr;
-static PER_THREAD const std::function<void()>* body = nullptr;
+static PER_THREAD void (*body)(void**) = nullptr;
+static PER_THREAD void** values = nullptr;
 
 extern "C" void emulated_switch(void** save, void* to);
 asm(R"(
@@ -46,11 +81,11 @@ static char* stack_of(size_t fiber) {
 void yield() { emulated_switch(&current->stack_pointer, scheduler_stack); }
 
 static void fiber_main() {
-    (*body)();
+    body(values);
     Fiber* const self = current;
     self->done = true;
     self->block->live--;
-    self->block->warp_live[self->number / 32]--;
+    self->block->memory->warp_live[self->number / 32]--;
     progress++;
     exits++;
     yield();
@@ -64,9 +99,9 @@ void arrive(Barrier& barrier, const int& live) {
 }
 
 void sync_warp() {
-    Block& block = *current->block;
+    BlockMemory& memory = *current->block->memory;
     const int warp = current->number / 32;
-    arrive(block.warp_barriers[warp], block.warp_live[warp]);
+    arrive(memory.warp_barriers[warp], memory.warp_live[warp]);
 }
 
 // Whether a fiber has nothing to do yet: who arrives last opens the barrier, but for exits, after
@@ -75,8 +110,10 @@ static bool must_wait(const Fiber& fiber) {
     return fiber.closed && fiber.closed->generation == fiber.generation && fiber.exits == exits;
 }
 
-void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shared, bool together) {
-    body = &kernel;
+void launch(void (*kernel)(void**), void** arguments, dim3 grid, dim3 block, int shared,
+            bool together) {
+    body = kernel;
+    values = arguments;
     grid_size = grid;
     block_size = block;
     const int threads = block.x * block.y * block.z;
@@ -85,34 +122,41 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
     const char* const order = together ? nullptr : std::getenv("EMULATED_ORDER");
     const bool backwards = order && std::atoi(order) % 2;
     std::vector<Fiber> fibers(static_cast<size_t>(batch) * threads);
+    std::vector<Copies> copies(fibers.size());
     std::vector<Block> made(batch);
+    std::vector<BlockMemory> memories(batch);
     for (int start = 0; start < blocks; start += batch) {
         for (int b = 0; b < batch; b++) {
             Block& one = made[b];
-            one.shared.assign(shared + 2048, 0xff);  // NaN, for who reads what nobody wrote
+            BlockMemory& memory = memories[b];
+            memory.shared.assign(shared + 2048, 0xff);  // NaN, for who reads what nobody wrote
             one.shared_start = reinterpret_cast<unsigned char*>(
-                (reinterpret_cast<uintptr_t>(one.shared.data()) + 1023) / 1024 * 1024);
+                (reinterpret_cast<uintptr_t>(memory.shared.data()) + 1023) / 1024 * 1024);
             one.barrier = {};
             one.cluster = {};
             for (Barrier& part : one.parts) part = {};
-            one.warp_barriers.assign((threads + 31) / 32, {});
-            one.warp_live.assign((threads + 31) / 32, 0);
-            one.slots.assign(threads * 2, 0);
-            one.operands.assign(threads * 12, 0);
-            one.bulk_copies.clear();
-            one.live = threads;
+            memory.warp_barriers.assign((threads + 31) / 32, {});
+            memory.warp_live.assign((threads + 31) / 32, 0);
+            memory.slots.assign(threads * 2, 0);
+            memory.operands.assign(threads * 12, 0);
+            memory.bulk_copies.clear();
+            one.slots = memory.slots.data();
+            one.operands = memory.operands.data();
+            one.memory = &memory;
+            one.threads = one.live = threads;
             const int index = backwards ? blocks - 1 - start : start + b;
             for (int t = 0; t < threads; t++) {
                 Fiber& fiber = fibers[static_cast<size_t>(b) * threads + t];
                 fiber.stack = stack_of(static_cast<size_t>(b) * threads + t);
                 fiber.block = &one;
+                fiber.copies = &copies[static_cast<size_t>(b) * threads + t];
                 fiber.number = t;
                 fiber.done = false;
                 fiber.closed = nullptr;
                 fiber.exchanges = 0;
                 fiber.thread = {t % block.x, t / block.x % block.y, t / (block.x * block.y)};
                 fiber.index = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
-                one.warp_live[t / 32]++;
+                memory.warp_live[t / 32]++;
                 uintptr_t top = reinterpret_cast<uintptr_t>(fiber.stack + STACK) / 16 * 16;
                 void** at = reinterpret_cast<void**>(top) - 2;
                 *at = reinterpret_cast<void*>(&fiber_main);  // the return address of the switch
@@ -129,7 +173,7 @@ void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shar
             current->closed = nullptr;
             emulated_switch(&scheduler_stack, current->stack_pointer);
             left -= fiber.done;
-            if (fiber.done && !fiber.block->live && !fiber.block->bulk_copies.empty()) {
+            if (fiber.done && !fiber.block->live && !fiber.block->memory->bulk_copies.empty()) {
                 std::fprintf(stderr, "emulated: a block ends before its copies\n");
                 abort();
             }
@@ -178,6 +222,72 @@ void check_aligned(const void* p, size_t bytes) {
     if (reinterpret_cast<uintptr_t>(p) % bytes) {
         std::fprintf(stderr, "emulated: %zu bytes from %p are not aligned\n", bytes, p);
         abort();
+    }
+}
+
+void copy_async(void* to, const void* from, bool there) {
+    check_aligned(to, 16);
+    check_aligned(from, 16);
+    std::memset(to, 0xff, 16);
+    auto& groups = emulated::current->copies->groups;
+    if (groups.empty()) groups.emplace_back();
+    groups.back().push_back({to, from, there});
+}
+
+void end_copies() {
+    auto& groups = emulated::current->copies->groups;
+    if (groups.empty()) groups.emplace_back();
+    groups.emplace_back();
+}
+
+void wait_copies(int most) {
+    auto& groups = emulated::current->copies->groups;
+    while (static_cast<int>(groups.size()) > most + 1) {
+        for (const emulated::Copy& copy : groups.front())
+            copy.there ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
+        groups.erase(groups.begin());
+    }
+}
+
+void copy_bytes(void* to, const void* from, unsigned bytes, unsigned long long* arrivals) {
+    for (const void* p : {static_cast<const void*>(to), from}) check_aligned(p, 16);
+    if (bytes % 16 || !bytes) {
+        std::fprintf(stderr, "emulated: %u bytes are copied\n", bytes);
+        abort();
+    }
+    std::memset(to, 0xff, bytes);
+    emulated::current->block->memory->bulk_copies.push_back({to, from, bytes, arrivals, -1});
+}
+
+void wait_for_bytes(unsigned long long* arrivals, bool odd) {
+    auto& copies = emulated::current->block->memory->bulk_copies;
+    while ((*arrivals >> 32 & 1) == odd) {
+        bool found = false;
+        for (size_t i = 0; i < copies.size() && !found; i++) {
+            if (copies[i].arrivals != arrivals) continue;
+            const emulated::BulkCopy copy = copies[i];
+            copies.erase(copies.begin() + i);
+            for (unsigned at = 0; at < copy.bytes; at += 16) {
+                auto* const to = static_cast<char*>(copy.to) + (copy.row < 0 ? at : at ^ copy.row % 8 * 16);
+                copy.from ? std::memcpy(to, static_cast<const char*>(copy.from) + at, 16) : std::memset(to, 0, 16);
+            }
+            emulated::count_bytes(arrivals, copy.bytes);
+            found = true;
+        }
+        if (!found) emulated::yield();
+    }
+}
+
+void copy_box(void* to, const void* map, int column, int row, int line, int half,
+              unsigned long long* arrivals) {
+    check_aligned(to, 1024);
+    const TensorMap& of = *static_cast<const TensorMap*>(map);
+    std::memset(to, 0xff, of.tile * 128);
+    for (unsigned i = 0; i < of.tile; i++) {
+        const unsigned char* const from =
+            of.from + half * of.half + line * of.line + ((row + i) * 1ull * of.width + column) * 2;
+        emulated::current->block->memory->bulk_copies.push_back(
+            {static_cast<char*>(to) + i * 128, row + i < of.rows ? from : nullptr, 128, arrivals, int(i)});
     }
 }
 

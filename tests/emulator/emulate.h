@@ -9,19 +9,18 @@
 // threads reach.  x86-64 only.
 #pragma once
 
+// C's headers, and none of C++ beside <utility>: each kernel that is built reads them all.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
 #include <sched.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <memory>
-#include <type_traits>
-#include <vector>
+#include <utility>
 
 #define DEVICE inline
 #define KERNEL static void  // not visible: libc has an `advance` of its own
@@ -56,22 +55,8 @@ struct Barrier {
 };
 
 struct Block;
-
-// An asynchronous copy of 16 bytes, or of zeros.
-struct Copy {
-    void* to;
-    const void* from;
-    bool there;
-};
-
-// A copy of many bytes, which are counted.  `row`: of a panel, whose chunks of 16 bytes are permuted, or -1.
-struct BulkCopy {
-    void* to;
-    const void* from;  // null for zeros
-    unsigned bytes;
-    unsigned long long* arrivals;
-    int row;
-};
+struct Copies;
+struct BlockMemory;
 
 struct Fiber {
     void* stack_pointer = nullptr;
@@ -85,22 +70,18 @@ struct Fiber {
     const Barrier* closed = nullptr;  // where it waits, since this generation and so many exits
     int generation = 0;
     long exits = 0;
-    std::vector<std::vector<Copy>> copies;  // by group, those under way; the last is not ended
+    Copies* copies = nullptr;  // those under way
 };
 
 struct Block {
-    std::vector<Fiber*> fibers;
-    std::vector<unsigned char> shared;
     unsigned char* shared_start = nullptr;
     Barrier barrier;
     Barrier cluster;  // of the first block: of all threads of its cluster
     Barrier parts[16];  // of some of the threads
-    std::vector<Barrier> warp_barriers;
-    std::vector<int> warp_live;
-    std::vector<uint64_t> slots;     // two a thread, for exchanges in turns
-    std::vector<uint32_t> operands;  // twelve a thread, for products in turns
-    std::vector<BulkCopy> bulk_copies;  // under way
-    int live = 0;
+    uint64_t* slots = nullptr;     // two a thread, for exchanges in turns
+    uint32_t* operands = nullptr;  // twelve a thread, for products in turns
+    BlockMemory* memory = nullptr;
+    int threads = 0, live = 0;
     int counted = 0;  // by __syncthreads_count
 };
 
@@ -145,43 +126,42 @@ template <class T> const uint64_t* exchanged(T value) {
     static_assert(sizeof(T) <= 8);
     Block& block = *current->block;
     const int number = current->number;
-    uint64_t* const slots = &block.slots[current->exchanges++ % 2 * (block.slots.size() / 2)];
-    std::memcpy(&slots[number], &value, sizeof(T));
+    uint64_t* const slots = block.slots + current->exchanges++ % 2 * block.threads;
+    memcpy(&slots[number], &value, sizeof(T));
     sync_warp();
     return slots + number / 32 * 32;
 }
 // The same of the six operands that a thread gives to a product of the tensor cores.
 inline const uint32_t* exchanged_operands(const unsigned (&own)[6]) {
     Block& block = *current->block;
-    uint32_t* const all = &block.operands[current->exchanges++ % 2 * (block.operands.size() / 2)];
-    std::memcpy(all + current->number * 6, own, sizeof own);
+    uint32_t* const all = block.operands + current->exchanges++ % 2 * block.threads * 6;
+    memcpy(all + current->number * 6, own, sizeof own);
     sync_warp();
     return all + current->number / 32 * 32 * 6;
 }
 template <class T> T from_lane(T value, int lane) {
     T other;
-    std::memcpy(&other, exchanged(value) + lane, sizeof(T));
+    memcpy(&other, exchanged(value) + lane, sizeof(T));
     return other;
 }
 
 // `together`: all blocks at once (for kernels whose blocks wait for each other), else one by one.
-void launch(const std::function<void()>& kernel, dim3 grid, dim3 block, int shared, bool together);
+void launch(void (*kernel)(void** arguments), void** arguments, dim3 grid, dim3 block, int shared,
+            bool together);
 
 template <class... A, size_t... I>
-void launch_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>, dim3 grid,
-                 dim3 block, int shared, bool together) {
-    const std::function<void()> call = [=] {
-        kernel(*static_cast<std::remove_reference_t<A>*>(arguments[I])...);
-    };
-    launch(call, grid, block, shared, together);
+void call_with(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
+    kernel(*static_cast<A*>(arguments[I])...);
+}
+template <class... A> void call(void (*kernel)(A...), void** arguments) {
+    call_with(kernel, arguments, std::index_sequence_for<A...>{});
 }
 
-template <class... A>
-void launch_kernel(void (*kernel)(A...), void** arguments, const int* grid, const int* block,
-                   int shared, int together) {
-    launch_with(kernel, arguments, std::index_sequence_for<A...>{},
-                {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])},
-                {unsigned(block[0]), unsigned(block[1]), unsigned(block[2])}, shared, together);
+template <auto kernel>
+void launch_kernel(void** arguments, const int* grid, const int* block, int shared, int together) {
+    launch([](void** values) { call(kernel, values); }, arguments,
+           {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])},
+           {unsigned(block[0]), unsigned(block[1]), unsigned(block[2])}, shared, together);
 }
 
 }  // namespace emulated
@@ -225,7 +205,10 @@ inline unsigned __match_any_sync(unsigned, unsigned long long value) {
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     const uint64_t* const values = emulated::exchanged(value);
     uint64_t most = 0;
-    for (int lane = 0; lane < 32; lane++) most = std::max(most, values[lane] & 0xffffffffu);
+    for (int lane = 0; lane < 32; lane++) {
+        const uint64_t one = values[lane] & 0xffffffffu;
+        most = one > most ? one : most;
+    }
     return static_cast<unsigned>(most);
 }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -266,22 +249,23 @@ template <class T, class U> T atomicOr(T* p, U v) {
 }
 template <class T> T __ldg(const T* p) { return *p; }
 
-inline float __uint_as_float(unsigned v) { float f; std::memcpy(&f, &v, 4); return f; }
-inline unsigned __float_as_uint(float f) { unsigned v; std::memcpy(&v, &f, 4); return v; }
-inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline float __uint_as_float(unsigned v) { float f; memcpy(&f, &v, 4); return f; }
+inline unsigned __float_as_uint(float f) { unsigned v; memcpy(&v, &f, 4); return v; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned long long __float2ull_rn(float x) {
-    return static_cast<unsigned long long>(std::nearbyint(static_cast<double>(x)));
+    return static_cast<unsigned long long>(nearbyint(static_cast<double>(x)));
 }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
 template <class T> T min(T a, T b) { return a < b ? a : b; }
 template <class T> T max(T a, T b) { return a > b ? a : b; }
-using std::isinf;
+#undef isinf
+inline bool isinf(float x) { return __builtin_isinf(x); }
 
 // ------------------------------------------------------------------- the wrappers of common.cuh
 
@@ -305,27 +289,10 @@ template <class T> T load_fresh(const T* p) {
 }
 // As late as can be: until a thread waits for it the place of a copy holds NaN, so that a read too early
 // and a copy into what others still read are both seen.
-inline void copy_async(void* to, const void* from, bool there) {
-    check_aligned(to, 16);
-    check_aligned(from, 16);
-    std::memset(to, 0xff, 16);
-    auto& groups = emulated::current->copies;
-    if (groups.empty()) groups.emplace_back();
-    groups.back().push_back({to, from, there});
-}
-inline void end_copies() {
-    auto& groups = emulated::current->copies;
-    if (groups.empty()) groups.emplace_back();
-    groups.emplace_back();
-}
-template <int GROUPS> inline void wait_copies() {
-    auto& groups = emulated::current->copies;
-    while (static_cast<int>(groups.size()) > GROUPS + 1) {
-        for (const emulated::Copy& copy : groups.front())
-            copy.there ? std::memcpy(copy.to, copy.from, 16) : std::memset(copy.to, 0, 16);
-        groups.erase(groups.begin());
-    }
-}
+void copy_async(void* to, const void* from, bool there);
+void end_copies();
+void wait_copies(int groups);
+template <int GROUPS> inline void wait_copies() { wait_copies(GROUPS); }
 inline void wait_for_previous() {}
 inline void start_next() {}
 
@@ -336,7 +303,7 @@ inline unsigned round_bf16(float f) {
 }
 inline unsigned pack_bf16(float a, float b) { return round_bf16(a) | round_bf16(b) << 16; }
 
-inline float exp2_fast(float x) { return std::exp2(x); }
+inline float exp2_fast(float x) { return exp2f(x); }
 
 void multiply_tile(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
                    unsigned b1);
@@ -386,9 +353,9 @@ inline void multiply_bytes(int (&c)[4], unsigned a0, unsigned a1, unsigned a2, u
 
 inline float f16_value(unsigned bits) {
     const unsigned exponent = bits >> 10 & 31, fraction = bits & 1023;
-    float v = exponent == 0    ? std::ldexp(static_cast<float>(fraction), -24)
+    float v = exponent == 0    ? ldexpf(static_cast<float>(fraction), -24)
               : exponent == 31 ? (fraction ? NAN : INFINITY)
-                               : std::ldexp(static_cast<float>(fraction | 1024), exponent - 25);
+                               : ldexpf(static_cast<float>(fraction | 1024), exponent - 25);
     return bits & 0x8000 ? -v : v;
 }
 inline float low_f16(unsigned w) { return f16_value(w & 0xffff); }
@@ -397,7 +364,7 @@ inline float high_f16(unsigned w) { return f16_value(w >> 16); }
 inline unsigned load_of_host(const unsigned* p) { return *p; }
 inline void store_for_host(int2* p, int2 v) {
     long long whole;
-    std::memcpy(&whole, &v, sizeof whole);
+    memcpy(&whole, &v, sizeof whole);
     __atomic_store_n(reinterpret_cast<long long*>(p), whole, __ATOMIC_RELEASE);
 }
 
@@ -446,7 +413,7 @@ inline void complete(unsigned long long* arrivals) {
 }
 inline void count_bytes(unsigned long long* arrivals, unsigned bytes) {
     if (static_cast<unsigned>(*arrivals) % ARRIVAL < bytes) {
-        std::fprintf(stderr, "emulated: more bytes than were expected\n");
+        fprintf(stderr, "emulated: more bytes than were expected\n");
         abort();
     }
     *arrivals -= bytes;
@@ -459,7 +426,7 @@ inline void begin_arrivals(unsigned long long* arrivals, unsigned count = 1) {
 }
 inline void expect_bytes(unsigned long long* arrivals, unsigned bytes) {
     if (static_cast<unsigned>(*arrivals) < emulated::ARRIVAL) {
-        std::fprintf(stderr, "emulated: an arrival too many: %llx, %u\n", *arrivals, bytes);
+        fprintf(stderr, "emulated: an arrival too many: %llx, %u\n", *arrivals, bytes);
         abort();
     }
     *arrivals += bytes;
@@ -478,33 +445,8 @@ inline void send_to_block(T* own, unsigned long long* arrivals, int rank, T v) {
     emulated::count_bytes(counted, sizeof v);
 }
 // They come when one waits for them, and not before.
-inline void copy_bytes(void* to, const void* from, unsigned bytes, unsigned long long* arrivals) {
-    for (const void* p : {static_cast<const void*>(to), from}) check_aligned(p, 16);
-    if (bytes % 16 || !bytes) {
-        std::fprintf(stderr, "emulated: %u bytes are copied\n", bytes);
-        abort();
-    }
-    std::memset(to, 0xff, bytes);
-    emulated::current->block->bulk_copies.push_back({to, from, bytes, arrivals, -1});
-}
-inline void wait_for_bytes(unsigned long long* arrivals, bool odd = false) {
-    auto& copies = emulated::current->block->bulk_copies;
-    while ((*arrivals >> 32 & 1) == odd) {
-        bool found = false;
-        for (size_t i = 0; i < copies.size() && !found; i++) {
-            if (copies[i].arrivals != arrivals) continue;
-            const emulated::BulkCopy copy = copies[i];
-            copies.erase(copies.begin() + i);
-            for (unsigned at = 0; at < copy.bytes; at += 16) {
-                auto* const to = static_cast<char*>(copy.to) + (copy.row < 0 ? at : at ^ copy.row % 8 * 16);
-                copy.from ? std::memcpy(to, static_cast<const char*>(copy.from) + at, 16) : std::memset(to, 0, 16);
-            }
-            emulated::count_bytes(arrivals, copy.bytes);
-            found = true;
-        }
-        if (!found) emulated::yield();
-    }
-}
+void copy_bytes(void* to, const void* from, unsigned bytes, unsigned long long* arrivals);
+void wait_for_bytes(unsigned long long* arrivals, bool odd = false);
 
 // What warpgroups.cuh has.
 inline void sync_part(int part, int threads) {
@@ -531,7 +473,7 @@ struct Panels {
 inline Panels panels_at(const void* p, unsigned next = 16) { return {static_cast<const unsigned char*>(p), next}; }
 inline Panels further(Panels panels, unsigned bytes) { return {panels.at + bytes, panels.next}; }
 template <bool ADD, int TILES> inline void multiply_rows(float (&c)[TILES][4], Panels a, Panels b) {
-    if (!ADD) std::memset(c, 0, sizeof c);
+    if (!ADD) memset(c, 0, sizeof c);
     multiply_panels(c, 8 * TILES, a.at, b.at);
 }
 void multiply_shares(float (*c)[4], int tiles, const unsigned (&a)[4], Panels b);
@@ -552,18 +494,8 @@ inline void make_map(void* map, void*, const void* from, unsigned width, unsigne
     *static_cast<TensorMap*>(map) = {static_cast<const unsigned char*>(from), width, rows, tile, line, half};
     __syncwarp();
 }
-inline void copy_box(void* to, const void* map, int column, int row, int line, int half,
-                     unsigned long long* arrivals) {
-    check_aligned(to, 1024);
-    const TensorMap& of = *static_cast<const TensorMap*>(map);
-    std::memset(to, 0xff, of.tile * 128);
-    for (unsigned i = 0; i < of.tile; i++) {
-        const unsigned char* const from =
-            of.from + half * of.half + line * of.line + ((row + i) * 1ull * of.width + column) * 2;
-        emulated::current->block->bulk_copies.push_back(
-            {static_cast<char*>(to) + i * 128, row + i < of.rows ? from : nullptr, 128, arrivals, int(i)});
-    }
-}
+void copy_box(void* to, const void* map, int column, int row, int line, int half,
+              unsigned long long* arrivals);
 
 // What loop.cu needs: the handle is the address where the value goes.
 typedef unsigned long long cudaGraphConditionalHandle;

@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 _FLAGS = (
     *("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-DEMULATED"),
     *("-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-gnu-unique"),
+    *("-fno-exceptions", "-fno-asynchronous-unwind-tables"),  # less to write
     *("-Wno-unknown-pragmas", "-Wno-unused-function"),
 )
 # Linked libraries stay needed, also `libraries.so`, which has no symbols of its own.
@@ -43,7 +44,7 @@ _ENTRY = """
 extern "C" __attribute__((visibility("default"))) unsigned long long emulate_KERNEL_NAME(
     void** arguments, const int* grid, const int* block, int shared, int together) {
     emulated::prefetched_bytes = 0;
-    emulated::launch_kernel(KERNEL_NAME, arguments, grid, block, shared, together);
+    emulated::launch_kernel<KERNEL_NAME>(arguments, grid, block, shared, together);
     return emulated::prefetched_bytes;
 }
 """
