@@ -9,9 +9,11 @@ import signal
 import subprocess
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # One thread of BLAS for each worker and what it starts: two workers that spin on two cores
-    # each take ten times as long.  Read when NumPy is imported, so before everything else.
+    # One thread of BLAS, and of the decoder's kernels, for each worker and what it starts: two
+    # workers that spin on two cores each take ten times as long.  Read when NumPy is imported, so
+    # before everything else.  Tests of threads say how many there are.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OSTINATO_THREADS", "1")
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
