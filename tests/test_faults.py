@@ -772,7 +772,7 @@ LONG = [name for name in SCENARIOS if name.startswith(("step", "cache", "join"))
 """Scenarios of hundreds of calls."""
 DENSE = {(name, "refused"): 1 for name in SCENARIOS if name not in LONG}
 SPARSE = {
-    (name, kind): 5 if name in LONG else 3
+    (name, kind): 5
     for name in SCENARIOS
     for kind in KINDS
     if name not in LONG

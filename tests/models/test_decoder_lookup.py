@@ -55,20 +55,23 @@ MOST = {"compiled": 7, "numpy": 3, "emulated": 7, "cuda": 7}
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 WAYS = ["compiled", "numpy", "emulated", CUDA]
 not_emulated = pytest.mark.parametrize(
-    "way", ["compiled", "numpy", CUDA], indirect=True, scope="module"
+    "way",
+    ["compiled", pytest.param("numpy", marks=pytest.mark.slow), CUDA],
+    indirect=True,
+    scope="module",
 )
-"""For what only the host decides: the emulator takes seconds for it."""
+"""For what only the host decides: NumPy shows no more, and the emulator takes seconds for it."""
 
 
-def on_each_way(name: str, cases: Iterable[Any], emulated: Iterable[Any]) -> pytest.MarkDecorator:
-    """Cases for all kernels; on the emulator the others than `emulated` are slow."""
+def on_each_way(name: str, cases: Iterable[Any], **quick: Iterable[Any]) -> pytest.MarkDecorator:
+    """Cases for all kernels; with those that `quick` names, the cases it does not name are slow."""
     made = [
         pytest.param(
             way, one, marks=[pytest.mark.gpu] if way == "cuda" else [pytest.mark.slow] * slow
         )
         for way in MOST
         for one in cases
-        for slow in [way == "emulated" and one not in emulated]
+        for slow in [one not in quick.get(way, cases)]
     ]
     return pytest.mark.parametrize(("way", name), made, indirect=["way"], scope="module")
 
@@ -153,7 +156,7 @@ def cache_of(decoder: Decoder, sequence: int = 0) -> bytes:
 # ------------------------------------------------------------------------------ the same tokens
 
 
-@on_each_way("seed", range(4), emulated=range(2))
+@on_each_way("seed", range(4), numpy=range(2), emulated=range(2))
 def test_tokens_are_those_of_single_steps(
     way: tuple[str, ost.Device], decoder: Decoder, seed: int
 ) -> None:
@@ -242,7 +245,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@on_each_way("family", FAMILIES, emulated=["all of it"])
+@on_each_way("family", FAMILIES, numpy=["windows", "all of it"], emulated=["all of it"])
 def test_every_family_gives_the_bits_of_single_steps(
     way: tuple[str, ost.Device], family: str
 ) -> None:
@@ -351,7 +354,7 @@ def masks_of(requests: dict[int, Request]) -> TokenMasks | None:
     return TokenMasks(tuple(masked), fill) if masked else None
 
 
-@on_each_way("seed", range(12), emulated=[0])
+@on_each_way("seed", range(12), compiled=range(4), numpy=range(4, 6), emulated=[0])
 def test_several_sequences_give_the_tokens_of_single_steps(
     way: tuple[str, ost.Device], several: tuple[Decoder, Decoder], seed: int
 ) -> None:

@@ -107,7 +107,7 @@ def made(message: Any) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_an_answer_that_must_call_calls(server: Server, choice: object) -> None:
-    fields: dict[str, Any] = {"tool_choice": choice, "seed": 0, "n": 4, "logit_bias": NO_BLANK}
+    fields: dict[str, Any] = {"tool_choice": choice, "seed": 0, "n": 2, "logit_bias": NO_BLANK}
     found = answered(server, **fields)["choices"]
     # A stream says the same.
     with client(server).chat.completions.stream(**{**ASK, **fields}) as stream:
@@ -125,7 +125,7 @@ def test_an_answer_that_must_call_calls(server: Server, choice: object) -> None:
 
 
 def test_several_calls_only_where_they_are_wanted(server: Server) -> None:
-    fields: dict[str, Any] = {"tool_choice": "required", "seed": 0, "n": 6}
+    fields: dict[str, Any] = {"tool_choice": "required", "seed": 0, "n": 3}
     found = answered(server, **fields, logit_bias={str(END): -2})["choices"]
     assert any(len(made(one["message"])) > 1 for one in found)
     # What ends the answer is that nothing may follow.

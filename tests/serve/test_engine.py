@@ -33,6 +33,16 @@ with_drafts = pytest.mark.parametrize("generator", [0, 1, 3], indirect=True)
 """The most drafts of a step."""
 
 
+def with_drafts_and(name: str, *cases: Any) -> pytest.MarkDecorator:
+    """All numbers of drafts with all cases; quick are pairs with each number and each case once."""
+    pairs = [
+        pytest.param(most, case, marks=[pytest.mark.slow] * ((a - b) % 3 > 0))
+        for a, most in enumerate((0, 1, 3))
+        for b, case in enumerate(cases)
+    ]
+    return pytest.mark.parametrize(("generator", name), pairs, indirect=["generator"])
+
+
 def jobs_of(generator: TextGenerator, count: int) -> list[Job]:
     """Some begin alike, some are long, some end at a text, some at an end token."""
     made = []
@@ -51,8 +61,7 @@ def check(answer: Answer, wanted: tuple[str, int, End]) -> None:
     assert (update.text, update.tokens, update.end) == wanted
 
 
-@with_drafts
-@pytest.mark.parametrize("options", [{}, {"piece": 5}, {"reuse": False}])
+@with_drafts_and("options", {}, {"piece": 5}, {"reuse": False})
 def test_many_at_once_answer_as_each_alone(
     generator: TextGenerator, options: dict[str, Any]
 ) -> None:
@@ -246,8 +255,7 @@ class Failing:
             yield item
 
 
-@with_drafts
-@pytest.mark.parametrize("seed", range(3))
+@with_drafts_and("seed", 0, 1, 2)
 def test_no_answer_holds_what_another_prompt_left_behind(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

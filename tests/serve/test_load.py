@@ -123,7 +123,7 @@ def left() -> list[object]:
     return [one for one in gc.get_objects() if isinstance(one, app._Answering | app._Inbox)]
 
 
-@pytest.mark.parametrize("lookup", [0, 3])
+@pytest.mark.parametrize("lookup", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_fifty_clients_half_of_which_go_away(tiny_model: Path, lookup: int) -> None:
     rng = random.Random(11)
     with open_device("host") as device, open_generator(device, tiny_model) as reference:
