@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -53,6 +51,7 @@ from ostinato.driver import launcher
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.files.open import open_checkpoint
 from tests.models.model_files import write_gguf
+from tests.processes import printed, python
 from tools import figures
 
 TINY = SHAPES["tiny"]
@@ -498,14 +497,10 @@ def test_medians() -> None:
 
 
 def test_the_package_runs_those_that_are_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "change_cost", "--device", "host", "--quick"]
-    answer = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert last_line(answer.stdout)["benchmark"] == "change_cost"
-    refused = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "no_such"], cwd=ROOT, capture_output=True, text=True
-    )
+    options = ("--device", "host", "--quick", "--out", str(tmp_path))
+    out = printed("-m", "benchmarks", "change_cost", *options)
+    assert last_line(out)["benchmark"] == "change_cost"
+    refused = python("-m", "benchmarks", "no_such")
     assert refused.returncode != 0 and "replay_cost" in refused.stderr
 
 

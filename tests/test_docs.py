@@ -6,12 +6,10 @@ import ast
 import importlib.util
 import inspect
 import json
-import os
 import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,14 @@ import pytest
 import ostinato as ost
 from tests.kernel_checks import KernelCheck, check
 from tests.modules.cubin_loader import needs_nvrtc
+from tests.processes import ROOT, python
 from tools import figures, samples
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OSTINATO_DEVICE": "host"} | environ,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+run = partial(python, OSTINATO_DEVICE="host")
 
 
 def blocks(page: str) -> list[samples.Sample]:

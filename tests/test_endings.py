@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from ostinato.device import Device
-from tests.processes import child_environment
+from tests.processes import python
 
 BEGIN = """
 import sys
@@ -47,13 +46,7 @@ NOTED = "while not device.context.failures: time.sleep(0.001)\n"
 
 def ended(device: str, script: str) -> subprocess.CompletedProcess[str]:
     """The script, run to its end."""
-    return subprocess.run(
-        [sys.executable, "-c", BEGIN + textwrap.dedent(script), device],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=child_environment(),
-    )
+    return python("-c", BEGIN + textwrap.dedent(script), device)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -47,6 +45,7 @@ from ostinato.driver.host.memory import POISON
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, OutOfMemoryError, Status
 from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, refused
+from tests.processes import python
 
 
 @pytest.fixture
@@ -744,13 +743,7 @@ def test_the_interpreter_ends_with_work_under_way(ending: str) -> None:
     started.wait()
     {ending}
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = python("-c", textwrap.dedent(program))
     assert (done.returncode, done.stderr) == (0, "")
 
 

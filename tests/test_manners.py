@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from ostinato.device import Device
 from ostinato.errors import InputError, NoCudaError, NotAvailableError, Status, explain
 from ostinato.graph.show.demangle import demangled
 from ostinato.testing import HeldStream
-from tests.processes import child_environment
+from tests.processes import python
 from tests.sources import config, kernel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -494,19 +493,6 @@ def test_two_kernels_of_one_readable_name_are_two(host_device: Device) -> None:
 # --------------------------------------------------------------------------------- a fresh start
 
 
-def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(p for p in sys.path if p and Path(p) != ROOT)  # as if installed
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env=child_environment(OSTINATO_DEVICE="host", PYTHONPATH=path),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-
-
 def test_every_status_has_words_of_its_own() -> None:
     unknown = explain(123456)
     for status in set(Status) - {Status.SUCCESS}:
@@ -521,5 +507,6 @@ def test_a_users_mypy_takes_the_readme_and_the_examples(tmp_path: Path) -> None:
     for example in (ROOT / "examples").glob("*.py"):
         (tmp_path / example.name).write_text(example.read_text("utf-8"), encoding="utf-8")
     files = sorted(path.name for path in tmp_path.glob("*.py"))
-    done = run_python("-m", "mypy", "--config-file=", *files, cwd=tmp_path)
+    path = os.pathsep.join(p for p in sys.path if p and Path(p) != ROOT)  # as if installed
+    done = python("-m", "mypy", "--config-file=", *files, cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr

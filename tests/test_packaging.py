@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from tests.processes import python
 from tools import release
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,13 +82,7 @@ def test_the_page_on_the_index_has_no_link_that_leads_nowhere(
             "[project.scripts]", f'[project.urls]\nRepository = "{address}"\n\n[project.scripts]'
         )
     (tmp_path / "pyproject.toml").write_text(project, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "--long-description"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("setup.py", "--quiet", "--long-description", cwd=tmp_path)
     wanted = (
         "\n![far](https://x.org/b.svg) there\n[in it](#part) `code` [far](https://x.org/)"
         if address is None

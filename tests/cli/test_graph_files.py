@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ import ostinato as ost
 from tests.cli.commands import here, refused
 from tests.cli.terminal import Terminal
 from tests.graphfile.file_kernels import ONE, add, affine, kernel, pick
-from tests.processes import child_environment
+from tests.processes import python
 
 
 @pytest.fixture
@@ -220,15 +218,7 @@ def test_the_base_install_is_enough_for_what_needs_no_model(path: Path, weights:
         "    ended(1, *command.split())\n"
     )
     environment = {"OSTINATO_DEVICE": "host", "OSTINATO_CACHE_DIR": str(path.parent / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).resolve().parents[2],  # the file names a kernel of the tests
-        env=child_environment(**environment),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = python("-c", program, **environment)
     assert done.returncode == 0, done.stderr
     said = dict(part.split("\n", 1) for part in done.stderr.split("> ")[1:])
     for command in ("generate x", "chat", "inspect", "bench --shape tiny", "tune --list"):

@@ -6,12 +6,11 @@ Each script runs in a process of its own, for a poisoned context is of no use to
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
 from ostinato.device import Device
-from tests.processes import child_environment
+from tests.processes import python
 
 HEAD = """
 import sys
@@ -116,14 +115,7 @@ refused("synchronize", stream.synchronize)
 
 
 def run_script(body: str, device: Device) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", HEAD + body + '\nprint("done")\n', device.name],
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
+    return python("-W", "error", "-c", HEAD + body + '\nprint("done")\n', device.name)
 
 
 @pytest.mark.parametrize(

@@ -331,22 +331,38 @@ def test_much_shared_memory_is_allowed_again(
 # --------------------------------------------------------------------------------- two captures
 
 
-def packed_work(
-    device: Device, stream: ost.Stream, *, seed: int = 1, first: int = 9
-) -> tuple[ost.Graph, ost.Buffer, ost.Buffer]:
-    x, y = ints(device, 41), ints(device, 0)
-    with ost.capture(stream) as under_way:
-        ost.launch(stream, kernel(device, packed), ONE, first, words((x, y)), seed)
-    under_way.graph.keep += [x, y]
-    return under_way.graph, x, y
+class Pair:
+    """A launch whose struct holds the addresses of x and y."""
+
+    def __init__(
+        self, device: Device, stream: ost.Stream, *, seed: int = 1, first: int = 9,
+        rest: bytes | None = None,
+    ) -> None:  # fmt: skip
+        """`rest`: bytes 16 to 32 of the struct of `gapped`, in place of `packed`."""
+        self.x, self.y = ints(device, 41), ints(device, 0)
+        both = words((self.x, self.y))
+        with ost.capture(stream) as under_way:
+            if rest is None:
+                ost.launch(stream, kernel(device, packed), ONE, first, both, seed)
+            else:
+                ost.launch(stream, kernel(device, gapped), ONE, both + rest.ljust(16, b"\0"))
+        self.graph = under_way.graph
+        self.graph.keep += [self.x, self.y]
+
+    def twin(self, **buffers: ost.Buffer) -> ost.graphfile.Twin:
+        return ost.graphfile.Twin(self.graph, {"x": self.x, "y": self.y, **buffers})
+
+    def save(self, path: Path, twin: ost.graphfile.Twin | None = None, **options: Any) -> None:
+        inputs = {"x": self.x, **options.pop("more", {})}
+        ost.graphfile.save(
+            self.graph, path, inputs=inputs, outputs={"y": self.y}, twin=twin, **options
+        )
 
 
 def test_addresses_inside_an_argument_are_proven_by_a_second_capture(
     host_device: Device, stream: ost.Stream, path: Path
 ) -> None:
-    (graph, x, y), (other, x2, y2) = (packed_work(host_device, stream) for _ in range(2))
-    twin = ost.graphfile.Twin(other, {"x": x2, "y": y2})
-    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y}, twin=twin)
+    Pair(host_device, stream).save(path, Pair(host_device, stream).twin())
     loaded = ost.graphfile.load(host_device, path)
     assert loaded.manifest().proofs() == {"moved": 2}
     assert result(loaded, stream, [9]) == [10]
@@ -355,8 +371,7 @@ def test_addresses_inside_an_argument_are_proven_by_a_second_capture(
 def test_without_a_second_capture_live_memory_decides_and_the_file_says_so(
     host_device: Device, stream: ost.Stream, path: Path
 ) -> None:
-    graph, x, y = packed_work(host_device, stream)
-    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})
+    Pair(host_device, stream).save(path)
     loaded = ost.graphfile.load(host_device, path)
     assert loaded.manifest().proofs() == {"allocation": 2}
     assert result(loaded, stream, [9]) == [10]
@@ -367,15 +382,8 @@ def test_a_number_that_looks_like_an_address_is_told_by_a_second_capture(
 ) -> None:
     """The seed is the address of live memory: with one capture nothing tells it from one."""
     seed = ints(host_device, 0)
-    made = [packed_work(host_device, stream, seed=seed.address & 0x7FFF_FFFF) for _ in range(2)]
-    (graph, x, y), (other, x2, y2) = made
-    ost.graphfile.save(
-        graph,
-        path,
-        inputs={"x": x},
-        outputs={"y": y},
-        twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}),
-    )
+    one, two = (Pair(host_device, stream, seed=seed.address & 0x7FFF_FFFF) for _ in range(2))
+    one.save(path, two.twin())
     loaded = ost.graphfile.load(host_device, path)
     wanted = np.array([9], np.int32) + (seed.address & 0x7FFF_FFFF)
     assert result(loaded, stream, [9]) == wanted.astype(np.int32).tolist()
@@ -389,43 +397,19 @@ def test_a_number_that_looks_like_an_address_is_told_by_a_second_capture(
     ],
 )
 def test_what_differs_and_is_no_address_is_refused(
-    host_device: Device,
-    stream: ost.Stream,
-    path: Path,
-    options: dict[str, int],
-    what: str,
+    host_device: Device, stream: ost.Stream, path: Path, options: dict[str, int], what: str
 ) -> None:
-    graph, x, y = packed_work(host_device, stream)
-    other, x2, y2 = packed_work(host_device, stream, **options)
+    other = Pair(host_device, stream, **options)
     with pytest.raises(GraphFileError, match=what):
-        ost.graphfile.save(
-            graph,
-            path,
-            inputs={"x": x},
-            outputs={"y": y},
-            twin=ost.graphfile.Twin(other, {"x": x2, "y": y2}),
-        )
+        Pair(host_device, stream).save(path, other.twin())
     assert not path.exists()
-
-
-def gapped_work(
-    device: Device, stream: ost.Stream, rest: bytes
-) -> tuple[ost.Graph, ost.Buffer, ost.Buffer]:
-    """`rest`: bytes 16 to 32 of the struct."""
-    x, y = ints(device, 41), ints(device, 0)
-    with ost.capture(stream) as under_way:
-        ost.launch(stream, kernel(device, gapped), ONE, words((x, y)) + rest.ljust(16, b"\0"))
-    under_way.graph.keep += [x, y]
-    return under_way.graph, x, y
 
 
 def save_gapped(
     device: Device, stream: ost.Stream, path: Path, mine: bytes, theirs: bytes, **options: Any
 ) -> None:
-    graph, x, y = gapped_work(device, stream, mine)
-    other, x2, y2 = gapped_work(device, stream, theirs)
-    twin = ost.graphfile.Twin(other, {"x": x2, "y": y2})
-    ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y}, twin=twin, **options)
+    one, two = (Pair(device, stream, rest=rest) for rest in (mine, theirs))
+    one.save(path, two.twin(), **options)
 
 
 def test_bytes_that_differ_without_an_effect_are_gaps(
@@ -450,22 +434,20 @@ def test_addresses_that_are_left_in_gaps_are_gaps(
 ) -> None:
     """The last word is read by nobody.  It holds what was on the stack: addresses of something."""
     device = host_device
-    one, two = ints(device, 7), ints(device, 8)
+    live, other = ints(device, 7), ints(device, 8)
     dead = b"\0" * 5 + b"\x7e\0\0"
     for mine, theirs in (
-        (words((one,)), dead),  # only one of them is live
-        (dead, words((one,))),
-        (words((one,)), words((two,))),
+        (words((live,)), dead),  # only one of them is live
+        (dead, words((live,))),
+        (words((live,)), words((other,))),
     ):
         save_gapped(device, stream, path, b"\0" * 8 + mine, b"\0" * 8 + theirs)
         assert result(ost.graphfile.load(device, path), stream, [9]) == [9]
     old, new = ints(device, 9), ints(device, 10)
     held = words((old,))  # of an input, and in the twin of what is another one or none
-    for mine, theirs in ((held, held), (held, words((one,))), (words((one,)), held)):
-        graph, x, y = gapped_work(device, stream, b"\0" * 8 + mine)
-        other, x2, y2 = gapped_work(device, stream, b"\0" * 8 + theirs)
-        twin = ost.graphfile.Twin(other, {"x": x2, "y": y2, "old": new})
-        ost.graphfile.save(graph, path, inputs={"x": x, "old": old}, outputs={"y": y}, twin=twin)
+    for mine, theirs in ((held, held), (held, words((live,))), (words((live,)), held)):
+        one, two = (Pair(device, stream, rest=b"\0" * 8 + rest) for rest in (mine, theirs))
+        one.save(path, two.twin(old=new), more={"old": old})
         assert result(ost.graphfile.load(device, path), stream, [5]) == [5]
 
 
@@ -517,24 +499,15 @@ def test_a_twin_with_another_number_of_bodies_is_of_other_work(
 def test_twins_must_be_of_the_same_work(
     host_device: Device, stream: ost.Stream, path: Path, work: Work
 ) -> None:
-    graph, x, y = packed_work(host_device, stream)
-    named: dict[str, Any] = {"inputs": {"x": x}, "outputs": {"y": y}}
+    one, two = (Pair(host_device, stream) for _ in range(2))
     with pytest.raises(GraphFileError, match="has 1 nodes, and 3 in the other"):
-        ost.graphfile.save(graph, path, **named, twin=ost.graphfile.Twin(work.graph))
-    other, x2, y2 = packed_work(host_device, stream)
+        one.save(path, ost.graphfile.Twin(work.graph))
     with pytest.raises(GraphFileError, match=r"points 0 bytes into 'x' .* 0 bytes into 'y'"):
-        ost.graphfile.save(graph, path, **named, twin=ost.graphfile.Twin(other, {"x": y2, "y": x2}))
+        one.save(path, two.twin(x=two.y, y=two.x))
     with pytest.raises(GraphFileError, match="names z"):
-        ost.graphfile.save(graph, path, **named, twin=ost.graphfile.Twin(other, {"z": y2}))
-    stale, _, _ = packed_work(host_device, stream)
+        one.save(path, ost.graphfile.Twin(two.graph, {"z": two.y}))
     with pytest.raises(GraphFileError, match="lies in 'x' in both captures"):
-        ost.graphfile.save(
-            stale,
-            path,
-            inputs={"x": stale.keep[-2]},
-            outputs={"y": stale.keep[-1]},
-            twin=ost.graphfile.Twin(stale, {"x": x2, "y": y2}),
-        )
+        one.save(path, one.twin(x=two.x, y=two.y))
 
 
 # --------------------------------------------------------------------------------------- refused
@@ -763,17 +736,6 @@ def test_what_no_file_can_have_is_refused_with_the_reason(
         ost.graphfile.save(make(host_device, stream), path)
 
 
-def test_buffers_that_do_not_fit_are_refused(host_device: Device, work: Work, path: Path) -> None:
-    work.save(path)
-    for buffers, why in (
-        ({"x": ints(host_device, 1)}, "'x' has 4 bytes, and the graph was captured with 12"),
-        ({"nothing": work.x}, "names no nothing; it names x, y, w"),
-        ({"x": host_device.zeros(16, "bytes").view(2, 12)}, "aligned to"),
-    ):
-        with pytest.raises(InputError, match=why):
-            ost.graphfile.load(host_device, path, buffers=buffers)
-
-
 def test_two_names_for_two_things(host_device: Device, work: Work, path: Path) -> None:
     with pytest.raises(InputError, match="'x' is the name of two buffers"):
         work.save(path, outputs={"x": work.y})
@@ -931,14 +893,6 @@ def test_memory_of_another_look_is_refused(
     del held
 
 
-def test_constants_from_a_file_have_the_type_that_was_captured(
-    host_device: Device, work: Work, path: Path
-) -> None:
-    work.save(path, keeping="by name")
-    with pytest.raises(InputError, match=r"'w' is <f4\[3\], .* captured with <i4\[3\]"):
-        ost.graphfile.load(host_device, path, constants={"w": np.ones(3, np.float32)})
-
-
 @pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2", "F4", "C64", "of another time"])
 def test_a_file_of_constants_may_have_types_that_numpy_has_not(
     host_device: Device, stream: ost.Stream, work: Work, path: Path, tmp_path: Path, kind: str
@@ -989,35 +943,31 @@ def test_values_of_what_is_no_constant_are_refused(
         use(host_device, path, constants={name: np.ones(3, np.int32)})
 
 
-def test_memory_that_is_not_of_the_device_is_refused(
-    host_device: Device, stream: ost.Stream, work: Work, path: Path
+def test_what_does_not_fit_the_name_that_it_is_given_for_is_refused(
+    host_device: Device, work: Work, path: Path
 ) -> None:
     work.save(path, keeping="by name")
     gone = ints(host_device, 1, 2, 3)
     where = gone.range
     gone.close()
     host_device.synchronize()
-    elsewhere = np.zeros(3, np.int32)
-    for w in (gone, where, ost.MemoryRange(elsewhere.ctypes.data, 12)):
-        with pytest.raises(InputError, match=r"'w' is at .*no live memory of host"):
-            ost.graphfile.load(host_device, path, constants={"w": w})
-
-
-def test_memory_of_another_device_is_refused(host_device: Device, work: Work, path: Path) -> None:
-    work.save(path, keeping="by name")
+    elsewhere, w = np.zeros(3, np.int32), {"w": work.w}
+    not_live = r"'w' is at .*no live memory of host"
+    refused: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # buffers and constants
+        ({"x": ints(host_device, 1)}, w, "'x' has 4 bytes, and the graph was captured with 12"),
+        ({"nothing": work.x}, w, "names no nothing; it names x, y, w"),
+        ({"x": host_device.zeros(16, "bytes").view(2, 12)}, w, "aligned to"),
+        ({}, {"w": np.ones(3, np.float32)}, r"'w' is <f4\[3\], .* captured with <i4\[3\]"),
+        ({}, {"w": gone}, not_live),
+        ({}, {"w": where}, not_live),
+        ({}, {"w": ost.MemoryRange(elsewhere.ctypes.data, 12)}, not_live),
+        (w, {"w": np.zeros(3, "i4")}, "w: given as buffers and as constants"),
+    ]
     with ost.open_device("host") as other:
-        w = ints(other, 1, 2, 3)
-        with pytest.raises(InputError, match="'w' is memory of another device"):
-            ost.graphfile.load(host_device, path, constants={"w": w})
-
-
-def test_values_and_memory_of_one_name_are_refused(
-    host_device: Device, work: Work, path: Path
-) -> None:
-    work.save(path, keeping="by name")
-    both = {"constants": {"w": np.zeros(3, "i4")}, "buffers": {"w": work.w}}
-    with pytest.raises(InputError, match="w: given as buffers and as constants"):
-        ost.graphfile.load(host_device, path, **both)
+        refused.append(({}, {"w": ints(other, 1, 2, 3)}, "'w' is memory of another device"))
+        for buffers, constants, why in refused:
+            with pytest.raises(InputError, match=why):
+                ost.graphfile.load(host_device, path, buffers=buffers, constants=constants)
 
 
 def test_memory_that_overlaps_is_refused(

@@ -4,14 +4,12 @@ gloo, with captures that are tapes."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import child_environment
+from tests.processes import python
 
 PROGRAM = Path(__file__).with_name("ranks_program.py")
 
@@ -24,13 +22,8 @@ def _torch() -> None:
 def started(scenario: str, deadline: int = 60, **environment: str) -> list[dict[str, Any]]:
     """What the two ranks of a scenario print, by rank."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *command, str(PROGRAM), scenario],
-        env=child_environment(OSTINATO_GROUP_DEADLINE=str(deadline), **environment),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment["OSTINATO_GROUP_DEADLINE"] = str(deadline)
+    done = python(*command, str(PROGRAM), scenario, **environment)
     lines = [json.loads(one) for one in done.stdout.splitlines() if one.startswith("{")]
     assert len(lines) == 2, done.stdout + done.stderr[-6000:]
     found = sorted(lines, key=lambda one: one["rank"])

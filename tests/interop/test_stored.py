@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +22,7 @@ from ostinato.interop.reading.stored import Stored, Unstable, code_text, text_of
 from ostinato.interop.reading.together import Agreement
 from tests.interop.library import Array, Lib, graphed
 from tests.interop.test_ranks import Texts
+from tests.processes import printed_by_all
 
 pytestmark = pytest.mark.usefixtures("checks_here")
 
@@ -411,22 +409,7 @@ print(text_of((frozenset("abcdef"), {"a", "b"}, t.Pair, len, t.helper), lib))
 
 
 def test_texts_are_the_same_in_every_process() -> None:
-    root = Path(__file__).parents[2]
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={
-                **os.environ,
-                "PYTHONHASHSEED": seed,
-                "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)]),
-            },
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in "123"
-    }
-    assert len(found) == 1 and len(found.pop()) > 100
+    assert len(printed_by_all(PROGRAM)) > 100
 
 
 def test_code_that_is_named_counts() -> None:

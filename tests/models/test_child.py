@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -26,7 +25,7 @@ from ostinato.errors import (
     UnsupportedModelError,
 )
 from ostinato.models.text.child import Child
-from tests.processes import child_environment
+from tests.processes import python
 
 pytest.importorskip("resource")
 MEMORY = 256 << 20
@@ -214,15 +213,7 @@ def run(code: str) -> str:
     head = (
         "import os, signal, sys, threading\nfrom tests.models.test_child import *\nchild = make()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", head + textwrap.dedent(code)],
-        cwd=ROOT,
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = python("-W", "error", "-c", head + textwrap.dedent(code))
     assert not done.stderr, done.stderr
     return done.stdout
 

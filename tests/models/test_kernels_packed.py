@@ -4,8 +4,6 @@ NumPy over the dequantised weights."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -31,7 +29,7 @@ from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
 from tests.models.model_files import packed_matrix, write_gguf
 from tests.models.test_kernels_host import NAN, config_of, live_rows, random
 from tests.models.test_kernels_host import run_kernel as run
-from tests.processes import child_environment
+from tests.processes import printed
 
 pytestmark = pytest.mark.skipif(
     not kernels_packed.compiled(), reason="the extension was not built here"
@@ -584,12 +582,8 @@ right(20)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="asks the operating system")
 def test_threads_in_a_process_of_their_own(way: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM + WAYS[way] + "\nprint('done')"],
-        capture_output=True, text=True, timeout=300,
-        env=child_environment(),
-    )  # fmt: skip
-    assert done.returncode == 0 and done.stdout == "done\n", done.stdout + done.stderr
+    out = printed("-W", "ignore", "-c", PROGRAM + WAYS[way] + "\nprint('done')")
+    assert out == "done\n"
 
 
 # ------------------------------------------------------------------------------------------ decoder

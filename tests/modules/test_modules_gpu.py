@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureBrokenError, CompileError, InputError
 from ostinato.modules import ModuleCache
-from tests.processes import child_environment
+from tests.processes import python
 from tests.sources import SOURCE, config
 
 pytestmark = pytest.mark.gpu
@@ -153,14 +151,8 @@ else:
 
 
 def run_fresh(how: str, folder: Path) -> str:
-    answer = subprocess.run(
-        [sys.executable, "-c", IN_A_FRESH_PROCESS, how],
-        env=child_environment(CUDA_MODULE_LOADING="LAZY", OSTINATO_CACHE_DIR=str(folder)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    environ = {"CUDA_MODULE_LOADING": "LAZY", "OSTINATO_CACHE_DIR": str(folder)}
+    answer = python("-c", IN_A_FRESH_PROCESS, how, **environ)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout + answer.stderr
 

@@ -6,7 +6,6 @@ import ctypes.util
 import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +21,10 @@ from ostinato.modules import nvrtc as nvrtc_module
 from ostinato.modules.compiler import compile_plan, confirmed, plan_compilation
 from ostinato.modules.nvrtc import CompilerFile, Opened, Reference, Toolchain, expected_file, locate
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
-from tests.processes import child_environment
+from tests.processes import printed
 
 nvrtc = needs_nvrtc()
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="files as on Linux")
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = kernel_text(1)
 
 
@@ -120,26 +118,13 @@ assert Path(load_nvidia_dynamic_lib("nvrtc").abs_path).samefile(expected.path)
 """
 
 
-def run_fresh(code: str, *arguments: str, **variables: str) -> str:
-    answer = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=ROOT,
-        env=child_environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout.strip()
-
-
 @nvrtc
 @linux
 def test_a_disk_hit_loads_no_compiler(tmp_path: Path) -> None:
     for said in ("1 True True True", "0 False False False"):
         cache = str(tmp_path / "cache")
-        assert run_fresh(IN_A_FRESH_PROCESS, str(tmp_path), OSTINATO_CACHE_DIR=cache) == said
+        out = printed("-c", IN_A_FRESH_PROCESS, str(tmp_path), OSTINATO_CACHE_DIR=cache)
+        assert out.strip() == said
 
 
 LOADED_ALREADY = """
@@ -163,7 +148,8 @@ def test_what_the_process_has_loaded_already_is_used(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("no hard links from the compiler's file system")
     cache = str(tmp_path / "cache")
-    assert run_fresh(LOADED_ALREADY, str(copy), OSTINATO_CACHE_DIR=cache) == "True None"
+    out = printed("-c", LOADED_ALREADY, str(copy), OSTINATO_CACHE_DIR=cache)
+    assert out == "True None\n"
 
 
 @nvrtc

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +15,7 @@ import pytest
 
 from tests.planted.faults import Fault, mutated
 from tests.planted.ours import FAULTS
-from tests.processes import child_environment
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import ROOT, python
 
 every_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
 
@@ -42,15 +38,8 @@ def without_case(test: str) -> str:
 
 def run_tests(tests: set[str], report: Path, fault: str = "") -> Run:
     options = ["-q", "-m", "not gpu", "-p", "tests.planted.plugin", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *sorted(tests)],
-        cwd=ROOT,
-        env=child_environment(PLANTED_FAULT=fault, PLANTED_REPORT=str(report), PYTEST_ADDOPTS=""),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    environ = {"PLANTED_FAULT": fault, "PLANTED_REPORT": str(report), "PYTEST_ADDOPTS": ""}
+    done = python("-m", "pytest", *options, *sorted(tests), **environ)
     output = done.stdout + done.stderr
     assert done.returncode in (0, 1), f"the tests did not run to their end:\n{output}"
     ran, failed, said = set(), set(), set()

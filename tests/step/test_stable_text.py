@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import enum
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +11,7 @@ from hypothesis import strategies as st
 import ostinato as ost
 from ostinato.step import StepKey
 from ostinato.step.work import stable_text
+from tests.processes import printed_by_all
 
 
 class Colour(enum.Enum):
@@ -70,27 +67,14 @@ def test_text_of_records() -> None:
 
 def test_another_process_has_the_same_text_and_digest(host_device: ost.Device) -> None:
     """Hashes of strings, addresses and the number of steps before differ between processes."""
-    code = (
+    found = printed_by_all(
         "import ostinato as ost\n"
         "from tests.step.test_stable_text import stepped\n"
         "device = ost.open_device('host')\n"
         "print(stepped(device, 2))\n"
-    )
-    found = []
-    for seed in ("1", "2"):
-        path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        found.append(done.stdout.strip())
-    assert found[0] == found[1] == stepped(host_device, 0)
-    assert stepped(host_device, 0, rows=5) != found[0]
+    ).strip()
+    assert found == stepped(host_device, 0)
+    assert stepped(host_device, 0, rows=5) != found
 
 
 def stepped(device: ost.Device, before: int, rows: int = 3) -> str:
