@@ -5,7 +5,6 @@ Statuses were measured on an H100 (driver 580.159, CUDA 13.0) with `cuda.binding
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +21,7 @@ from ostinato.driver.api import (
 from ostinato.errors import DriverError, Status, StreamCaptureError
 from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, refused
+from tests.threads import in_thread
 
 LOCAL, GLOBAL, RELAXED = CaptureMode.THREAD_LOCAL, CaptureMode.GLOBAL, CaptureMode.RELAXED
 UNSUPPORTED = Status.STREAM_CAPTURE_UNSUPPORTED
@@ -98,23 +98,6 @@ def assert_sound(rig: Rig, stream: StreamHandle | None = None) -> None:
     rig.run(graph)
     assert rig.values(x, 2) == [8.0] * 2
     driver.graph_destroy(graph)
-
-
-def in_thread(function: Callable[[], object]) -> DriverError | None:
-    """Runs it on another thread; the DriverError that it raised."""
-    raised: list[DriverError | None] = []
-
-    def run() -> None:
-        try:
-            function()
-            raised.append(None)
-        except DriverError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised[0]
 
 
 @pytest.mark.parametrize("mode", [LOCAL, GLOBAL])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 
 import pytest
 
@@ -11,6 +12,7 @@ from ostinato.driver.api import Driver, StreamHandle
 from ostinato.errors import NotReadyError, Status
 from ostinato.testing import HeldStream
 from tests.contract.kernels import Rig, refused
+from tests.threads import in_threads
 
 
 def test_work_of_a_stream_runs_in_order(rig: Rig) -> None:
@@ -161,11 +163,7 @@ def test_many_threads_on_many_streams(rig: Rig) -> None:
         driver.stream_synchronize(stream)
         driver.stream_destroy(stream)
 
-    threads = [threading.Thread(target=work, args=(counter,)) for counter in counters]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, counter) for counter in counters))
     assert [rig.values(c, 1, "u4") for c in counters] == [[100]] * 4
 
 

@@ -30,6 +30,7 @@ from ostinato.explain import NodeTimes
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.explain.plants import ONE, Ground, chain
 from tests.sources import config, kernel
+from tests.threads import in_threads
 
 N = 64
 LEAST = 0.002
@@ -373,9 +374,7 @@ def test_no_launch_is_timed_during_a_capture(device: Device, stream: ost.Stream)
         run.launch(stream)
         with ost.capture(side) as capture:
             ost.launch(side, kernel(device, "fill"), config(N), x, 1.0, N)
-            thread = threading.Thread(target=lambda: [run.launch(stream) for _ in range(4)])
-            thread.start()
-            thread.join()
+            in_threads(lambda: [run.launch(stream) for _ in range(4)])
         assert len(capture.graph) == 1
         stream.synchronize()
         assert sampler.times().replays == 0 and not sampler.stopped
@@ -429,11 +428,7 @@ def test_threads_that_launch_in_turns_are_sampled_together(
                 stream.synchronize()
 
     with run.profile(stream=stream, sample=5) as sampler:
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, work)
         assert sampler.times().replays == 8
     assert count.to_numpy(stream)[0] == 40
 

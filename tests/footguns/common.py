@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -74,23 +73,6 @@ class Rows:
 
     def seen(self) -> list[float]:
         return self.totals.to_numpy(self.stream)[:, 0].tolist()
-
-
-def in_thread(work: Callable[[], object]) -> BaseException | None:
-    """Runs `work` on a thread to its end, and returns what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive(), "it hangs"
-    return raised[0] if raised else None
 
 
 class DefaultStream:

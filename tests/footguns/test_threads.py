@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from ostinato.device import Device
 from ostinato.errors import CaptureError
 from ostinato.explain.times import run_replay
 from ostinato.testing import FaultyDriver, HeldStream
-from tests.footguns.common import DefaultStream, N, Rows, count_step, graph_of, in_thread, ones
+from tests.footguns.common import DefaultStream, N, Rows, count_step, graph_of, ones
 from tests.sources import config, kernel, preload
+from tests.threads import in_thread, in_threads
 
 
 def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
@@ -32,15 +34,9 @@ def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
             run.launch(stream)
 
     with HeldStream(second):
-        thread = threading.Thread(target=replay, args=(first,))
-        thread.start()
-        thread.join()
+        in_threads(partial(replay, first))
         first.synchronize()  # does not wait for the held stream
-    threads = [threading.Thread(target=replay, args=(s,)) for s in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(partial(replay, first), partial(replay, second))
     device.synchronize()
     assert device.to_numpy(counter)[0] == 901
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureBrokenError, CaptureError, DriverError
 from tests.sources import config, kernel
+from tests.threads import in_thread
 
 N = 1000
 TIMES = 50
@@ -45,21 +45,6 @@ class Bench:
     def legacy(self) -> ost.Stream:
         """The legacy default stream."""
         return self.device.adopt_stream(Legacy())
-
-    def in_a_thread(self, work: Callable[[], object]) -> BaseException | None:
-        """Runs `work` on another thread; what it raised."""
-        raised: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                work()
-            except BaseException as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-        return raised[0] if raised else None
 
     def assert_sound(self) -> None:
         """Nothing captures any more, a capture works, and so does eager work."""
@@ -279,7 +264,7 @@ def test_another_threads_call_breaks_a_global_capture(bench: Bench) -> None:
             ost.capture(bench.stream, mode="global"),
         ):
             ost.fill(bench.stream, bench.x, 1)
-            raised.append(bench.in_a_thread(allocates))
+            raised.append(in_thread(allocates))
             ost.fill(bench.stream, bench.x, 2)
         assert MARK in named(caught.value), str(caught.value)
     assert all(isinstance(error, DriverError) for error in raised)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,6 @@ from ostinato.device import Device
 from ostinato.errors import (
     CaptureBrokenError,
     ClosedError,
-    DriverError,
     EagerRunError,
     Status,
     driver_error,
@@ -25,6 +23,7 @@ from ostinato.interop.captures import captured, disturbed, explained
 from ostinato.interop.graphed import Graphed
 from ostinato.step import Reason
 from tests.interop.library import Array, Lib
+from tests.threads import in_thread
 
 
 class Capturing(Lib):
@@ -56,20 +55,9 @@ def lib(host_device: Device) -> Capturing:
     return Capturing(host_device)
 
 
-def synchronize(lib: Capturing) -> list[DriverError]:
+def synchronize(lib: Capturing) -> BaseException | None:
     """What another thread gets that waits for the device."""
-    errors: list[DriverError] = []
-
-    def wait() -> None:
-        try:
-            lib.device.driver.synchronize()
-        except DriverError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    thread.join()
-    return errors
+    return in_thread(lib.device.driver.synchronize)
 
 
 def function(lib: Capturing, where: str) -> Callable[[Array], Array]:
@@ -95,8 +83,8 @@ def test_a_capture_that_another_thread_broke_is_made_again(
     lib: Capturing, make: Any, where: str
 ) -> None:
     step = make(function(lib, where), guard=False)
-    seen: list[DriverError] = []
-    lib.disturb = lambda: seen.extend(synchronize(lib))
+    seen: list[Any] = []
+    lib.disturb = lambda: seen.append(synchronize(lib))
     call(step, lib, 2)
     assert [error.status for error in seen] == [Status.STREAM_CAPTURE_UNSUPPORTED]
     (line,) = step.statistics().keys

@@ -6,7 +6,6 @@ A silent wrong answer here would be a token of another step, or logits of a late
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +27,7 @@ from ostinato.models.stepper import TokenRing
 from tests.conftest import open_test_device
 from tests.models.proof import MODES, interrupted
 from tests.models.random_models import RandomModel, llama
+from tests.threads import in_thread
 
 CONTEXT = 300
 MODEL = RandomModel(llama(3, 1, 64, inner=136, vocabulary=257, layers=2, tied_embeddings=True))
@@ -502,22 +502,6 @@ INSIDE: dict[str, Callable[[Decoder], object]] = {
 """Calls that must not be made while another one is under way."""
 
 
-def in_a_thread(call: Callable[[], object]) -> list[BaseException]:
-    """The exceptions that the call raises in another thread."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised
-
-
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("what", INSIDE)
 def test_a_call_inside_of_another_is_refused(
@@ -529,7 +513,7 @@ def test_a_call_inside_of_another_is_refused(
 
         def meddle(done: int, total: int) -> None:
             if threaded:
-                refused.extend(in_a_thread(lambda: INSIDE[what](decoder)))
+                refused.append(in_thread(lambda: INSIDE[what](decoder)))
             else:
                 with pytest.raises(InputError) as raised:
                     INSIDE[what](decoder)
@@ -557,7 +541,7 @@ def test_calls_of_another_thread_while_a_run_waits_are_refused(
 
     def meddle(ring: TokenRing, sequence: Sequence, step: int) -> tuple[int, bool]:
         for call in (decoder.decode, decoder.reset, under_way.close, lambda: next(under_way)):
-            refused.extend(in_a_thread(call))
+            refused.append(in_thread(call))
         return take(ring, sequence, step)
 
     monkeypatch.setattr(TokenRing, "word", meddle)

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -45,6 +46,7 @@ from tests.relational.tables import (
     pairs,
     shapes,
 )
+from tests.threads import in_threads
 
 ONE_JOINER = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # for all examples
 
@@ -538,24 +540,14 @@ def test_a_capture_disturbs_no_other_thread(
 
 
 def test_threads_share_a_joiner(joiner: Joiner) -> None:
-    failures: list[BaseException] = []
-
     def work(seed: int) -> None:
-        try:
-            rng = np.random.default_rng(seed)
-            for _ in range(12):
-                left, right = (column(rng.integers(0, 90, n)) for n in rng.integers(1, 120, 2))
-                result = joiner.join(left, right, on="k", capacity=8)
-                np.testing.assert_array_equal(pairs(result), expected(left, right))
-        except BaseException as error:
-            failures.append(error)
+        rng = np.random.default_rng(seed)
+        for _ in range(12):
+            left, right = (column(rng.integers(0, 90, n)) for n in rng.integers(1, 120, 2))
+            result = joiner.join(left, right, on="k", capacity=8)
+            np.testing.assert_array_equal(pairs(result), expected(left, right))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(*(partial(work, seed) for seed in range(4)))
 
 
 # ------------------------------------------------------------------------------- state and lifetime
