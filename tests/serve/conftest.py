@@ -12,6 +12,7 @@ import pytest
 import threadpoolctl
 
 from ostinato import open_device
+from ostinato.models import TextGenerator
 from tests.models.model_files import CONFIG, SPECIAL, TEMPLATE, byte_tokens, write_gguf
 from tests.serve import serving
 from tests.serve.tool_templates import TEMPLATES
@@ -26,6 +27,19 @@ MARKS = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return serving.tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def generator(tiny_model: Path) -> Iterator[TextGenerator]:
+    with serving.opened(tiny_model) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def apart(tiny_model: Path) -> Iterator[TextGenerator]:
+    """The same model, which no server has."""
+    with serving.opened(tiny_model) as opened:
+        yield opened
 
 
 @pytest.fixture(autouse=True)

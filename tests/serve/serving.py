@@ -14,7 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ostinato import Device
+from ostinato import Device, open_device
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve.engine import End, Job, Rejection, ServingEngine, Update
 from tests.models.model_files import write_gguf
@@ -52,6 +52,15 @@ def tiny(folder: Path) -> Path:
 
 def open_generator(device: Device, model: Path, **options: Any) -> TextGenerator:
     return TextGenerator(device, model, **{"sequences": 4, **options})
+
+
+@contextmanager
+def opened(model: Path, *, ends: bool = True, **options: Any) -> Iterator[TextGenerator]:
+    """A generator on a device of its own.  `ends`: whether tokens of the model end an answer."""
+    with open_device("host") as device, open_generator(device, model, **options) as generator:
+        if not ends:
+            generator.decoder.set_stop_tokens(())
+        yield generator
 
 
 @dataclass

@@ -26,7 +26,6 @@ import pytest
 h11 = pytest.importorskip("h11")
 pytest.importorskip("ostinato.serve.server")
 
-from ostinato import open_device
 from ostinato.models import SamplingOptions, TextGenerator
 from ostinato.serve import app as app_module
 from ostinato.serve import connection as connection_module
@@ -36,7 +35,7 @@ from ostinato.serve.log import Log
 from ostinato.serve.protocol import read_request
 from ostinato.serve.server import Server
 from tests.cli import commands
-from tests.serve.serving import MODEL, SECONDS, Reply, call, open_generator, running, until
+from tests.serve.serving import MODEL, SECONDS, Reply, call, opened, running, until
 
 CHAT = "/v1/chat/completions"
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 3}
@@ -44,23 +43,16 @@ JSON = "content-type: application/json\r\n"
 CHUNKED = f"{JSON}transfer-encoding: chunked\r\n"
 
 
-@contextmanager
-def opened(model: Path) -> Iterator[TextGenerator]:
-    with open_device("host") as device, open_generator(device, model) as generator:
-        generator.decoder.set_stop_tokens(())
-        yield generator
-
-
 @pytest.fixture(scope="module")
 def generator(tiny_model: Path) -> Iterator[TextGenerator]:
     """For servers that a test starts."""
-    with opened(tiny_model) as generator:
+    with opened(tiny_model, ends=False) as generator:
         yield generator
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    with opened(tiny_model) as generator, running(generator) as started:
+    with opened(tiny_model, ends=False) as generator, running(generator) as started:
         yield started
 
 

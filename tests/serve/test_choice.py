@@ -46,19 +46,6 @@ TEXT = "the ab in 12"
 
 
 @pytest.fixture(scope="module")
-def generator(tiny_model: Path) -> Iterator[TextGenerator]:
-    with open_device("host") as device, open_generator(device, tiny_model) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def apart(tiny_model: Path) -> Iterator[TextGenerator]:
-    """The same model, which no server has."""
-    with open_device("host") as device, open_generator(device, tiny_model) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def server(generator: TextGenerator) -> Iterator[Server]:
     with running(generator) as started:
         yield started

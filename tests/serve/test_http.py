@@ -59,19 +59,6 @@ ASK = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3}
 
 
 @pytest.fixture(scope="module")
-def generator(tiny_model: Path) -> Iterator[TextGenerator]:
-    with open_device("host") as device, open_generator(device, tiny_model) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_model: Path) -> Iterator[TextGenerator]:
-    """The same model, not served."""
-    with open_device("host") as device, open_generator(device, tiny_model) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def server(generator: TextGenerator) -> Iterator[Server]:
     limits = HttpLimits(body_bytes=20_000, max_tokens=100, choices=6)
     with running(generator, limits=limits, queue=4) as started:
@@ -79,17 +66,17 @@ def server(generator: TextGenerator) -> Iterator[Server]:
 
 
 def wanted(
-    reference: TextGenerator, tokens: list[int], max_tokens: int, *stop: str, **sampling: Any
+    apart: TextGenerator, tokens: list[int], max_tokens: int, *stop: str, **sampling: Any
 ) -> tuple[str, int, End]:
-    return alone(reference, Job(tuple(tokens), max_tokens, SamplingOptions(**sampling), stop))
+    return alone(apart, Job(tuple(tokens), max_tokens, SamplingOptions(**sampling), stop))
 
 
 # --------------------------------------------------------------------------------- OpenAI's client
 
 
-def test_a_chat(server: Server, reference: TextGenerator) -> None:
-    tokens = reference.encode(MESSAGES)
-    text, count, end = wanted(reference, tokens, 30, temperature=2.0, top_p=0.9, seed=5)
+def test_a_chat(server: Server, apart: TextGenerator) -> None:
+    tokens = apart.encode(MESSAGES)
+    text, count, end = wanted(apart, tokens, 30, temperature=2.0, top_p=0.9, seed=5)
     answer = client(server).chat.completions.create(
         model=MODEL, messages=MESSAGES, max_completion_tokens=30, temperature=2, top_p=0.9, seed=5
     )  # type: ignore[call-overload]
@@ -107,8 +94,8 @@ def test_a_chat(server: Server, reference: TextGenerator) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens == len(tokens) - 1
 
 
-def test_a_chat_as_a_stream(server: Server, reference: TextGenerator) -> None:
-    text, count, end = wanted(reference, reference.encode(MESSAGES), 40, temperature=2.0, seed=9)
+def test_a_chat_as_a_stream(server: Server, apart: TextGenerator) -> None:
+    text, count, end = wanted(apart, apart.encode(MESSAGES), 40, temperature=2.0, seed=9)
     stream = client(server).chat.completions.create(
         model=MODEL,
         messages=MESSAGES,  # type: ignore[arg-type]
@@ -134,12 +121,12 @@ def test_a_chat_as_a_stream(server: Server, reference: TextGenerator) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_of_several_prompts_several_times(
-    server: Server, reference: TextGenerator, stream: bool
+    server: Server, apart: TextGenerator, stream: bool
 ) -> None:
-    tokens = [reference.encode("ab the", chat=False), [5, 9, 200]]
+    tokens = [apart.encode("ab the", chat=False), [5, 9, 200]]
     asked: Any = ["ab the", "in"] if stream else tokens
     if stream:
-        tokens[1] = reference.encode("in", chat=False)
+        tokens[1] = apart.encode("in", chat=False)
     answer = client(server).completions.create(
         model=MODEL,
         prompt=asked,
@@ -158,16 +145,16 @@ def test_completions_of_several_prompts_several_times(
             ends[choice.index] = ends[choice.index] or choice.finish_reason
     for index in range(4):
         text, _, end = wanted(
-            reference, tokens[index // 2], 12, "th", "zz", temperature=1.5, seed=3 + index
+            apart, tokens[index // 2], 12, "th", "zz", temperature=1.5, seed=3 + index
         )
         assert (found[index], ends[index]) == (text, end.value)
     assert len(set(found)) > 2
 
 
-def test_options_beyond_openais(server: Server, reference: TextGenerator) -> None:
+def test_options_beyond_openais(server: Server, apart: TextGenerator) -> None:
     options = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.4}
-    tokens = reference.encode("the ab", chat=False)
-    text, _, _ = wanted(reference, tokens, 25, temperature=2.0, seed=1, **options)
+    tokens = apart.encode("the ab", chat=False)
+    text, _, _ = wanted(apart, tokens, 25, temperature=2.0, seed=1, **options)
     answer = client(server).completions.create(
         model=MODEL, prompt="the ab", max_tokens=25, temperature=2, seed=1, extra_body=options
     )
@@ -202,13 +189,13 @@ def test_the_list_of_models(server: Server) -> None:
 
 
 def test_the_code_in_the_docs_runs(
-    reference: TextGenerator, capsys: pytest.CaptureFixture[str]
+    apart: TextGenerator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "serve.md"
     (sample,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), flags=re.S | re.M)
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
-    text, _, _ = wanted(reference, reference.encode(messages), 40)
-    with running(reference, model="smollm2-135m") as server:
+    text, _, _ = wanted(apart, apart.encode(messages), 40)
+    with running(apart, model="smollm2-135m") as server:
         assert sample.count("http://127.0.0.1:8000") == 1
         names: dict[str, Any] = {}
         exec(sample.replace("http://127.0.0.1:8000", server.url), names)
@@ -470,7 +457,7 @@ def test_a_body_that_is_far_too_large_is_taken_to_its_end(
 
 
 def test_others_are_answered_while_a_large_body_is_read(
-    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+    apart: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hold, read = threading.Event(), []
 
@@ -481,7 +468,7 @@ def test_others_are_answered_while_a_large_body_is_read(
 
     replies: list[Reply] = []
     large = {**ASK, "metadata": {"a": "x" * (1 << 16)}}
-    with running(reference) as server:
+    with running(apart) as server:
         monkeypatch.setattr(app_module, "read_request", held)
         thread = threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, large)))
         thread.start()
@@ -535,8 +522,8 @@ def test_without_a_key_only_this_machine_asks(server: Server) -> None:
             check(call(server, method, path, body, host=name), 403, "answers at 127.0.0.1 alone")
 
 
-def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
-    with running(reference, keys=("first", "secönd")) as server:
+def test_a_key_is_wanted_where_there_is_one(apart: TextGenerator) -> None:
+    with running(apart, keys=("first", "secönd")) as server:
         for key in ("first", "secönd"):
             bearer = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
             assert call(server, "POST", CHAT, ASK, **bearer).status == 200
@@ -561,13 +548,13 @@ def test_a_key_is_wanted_where_there_is_one(reference: TextGenerator) -> None:
             assert call(server, "GET", path).status == 200
 
 
-def test_web_pages_of_named_origins(reference: TextGenerator) -> None:
+def test_web_pages_of_named_origins(apart: TextGenerator) -> None:
     page, wanted = {"origin": "https://app.example"}, "access-control-allow-origin"
     asks = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "content-type, x-api-key",
     }
-    with running(reference, keys=("key",), origins=(page["origin"],)) as server:
+    with running(apart, keys=("key",), origins=(page["origin"],)) as server:
         assert call(server, "OPTIONS", CHAT, **page, **asks).status == 200
         for key, status in (("key", 200), ("wrong", 401)):
             reply = call(server, "POST", CHAT, ASK, **page, **{"x-api-key": key})
@@ -576,14 +563,14 @@ def test_web_pages_of_named_origins(reference: TextGenerator) -> None:
         assert call(server, "OPTIONS", CHAT, **other, **asks).status == 400
         reply = call(server, "POST", CHAT, ASK, **other, **{"x-api-key": "key"})
         assert reply.status == 200 and wanted not in reply.headers
-    with running(reference) as server:
+    with running(apart) as server:
         assert call(server, "OPTIONS", CHAT, **page, **asks).status == 405
         assert wanted not in call(server, "POST", CHAT, ASK, **page).headers
 
 
-def test_each_request_is_logged_once_it_was_answered(reference: TextGenerator) -> None:
+def test_each_request_is_logged_once_it_was_answered(apart: TextGenerator) -> None:
     facts: list[Mapping[str, Any]] = []
-    with running(reference, log=facts.append, keys=("key",)) as server:
+    with running(apart, log=facts.append, keys=("key",)) as server:
         key = {"x-api-key": "key"}
         usage = json.loads(call(server, "POST", CHAT, ASK, **key).body)["usage"]
         call(server, "POST", CHAT, {**ASK, "stream": True}, **key)
@@ -638,8 +625,8 @@ def test_metrics_are_those_of_every_layer(server: Server) -> None:
     assert number(text, "ostinato_engine_under_way") == 0
 
 
-def test_health_and_readiness(reference: TextGenerator) -> None:
-    with running(reference) as server:
+def test_health_and_readiness(apart: TextGenerator) -> None:
+    with running(apart) as server:
         assert call(server, "GET", "/health").json == {"status": "ok"}
         assert call(server, "GET", "/ready").json == {"status": "ready"}
         server.engine.ready = False
@@ -656,13 +643,13 @@ def test_health_and_readiness(reference: TextGenerator) -> None:
 
 
 def test_an_engine_that_fails_is_said_and_ends_the_server(
-    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+    apart: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("broken")
 
-    with running(reference) as server:
-        monkeypatch.setattr(reference.decoder, "set_sampling", broken)
+    with running(apart) as server:
+        monkeypatch.setattr(apart.decoder, "set_sampling", broken)
         reply = call(server, "POST", CHAT, ASK)
         check(reply, 500, "the answer failed: broken")
         until(lambda: server._uvicorn.should_exit)
@@ -670,9 +657,9 @@ def test_an_engine_that_fails_is_said_and_ends_the_server(
         raise server.engine.failure or AssertionError
 
 
-def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
+def test_too_many_are_told_to_come_again(apart: TextGenerator) -> None:
     """Every one is answered or refused; while four are answered and one waits, that is all."""
-    decode = reference.decoder.run_batch
+    decode = apart.decoder.run_batch
     hold = threading.Event()
 
     def held(*arguments: Any, **options: Any) -> Any:
@@ -681,8 +668,8 @@ def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
         return decode(*arguments, **options)
 
     asked = {**ASK, "max_tokens": 5, "temperature": 0}
-    with running(reference, queue=1) as server, ThreadPoolExecutor(5) as pool:
-        reference.decoder.run_batch = held  # type: ignore[method-assign]
+    with running(apart, queue=1) as server, ThreadPoolExecutor(5) as pool:
+        apart.decoder.run_batch = held  # type: ignore[method-assign]
         try:
             answers = [pool.submit(call, server, "POST", CHAT, asked) for _ in range(5)]
             until(lambda: server.engine._scheduler.under_way == 5)
@@ -695,38 +682,38 @@ def test_too_many_are_told_to_come_again(reference: TextGenerator) -> None:
             replies = [answer.result(SECONDS) for answer in answers]
         finally:
             hold.set()
-            del reference.decoder.run_batch
+            del apart.decoder.run_batch
         assert [reply.status for reply in replies] == [200] * 5
         assert len({reply.json["choices"][0]["message"]["content"] for reply in replies}) == 1
         assert call(server, "POST", CHAT, asked).status == 200
 
 
 def test_more_answers_than_there_is_ever_room_for_are_no_matter_of_time(
-    reference: TextGenerator,
+    apart: TextGenerator,
 ) -> None:
     """A client that is told to come again would do so for ever."""
-    with running(reference, queue=1) as server:
-        most = reference.decoder.plan.sizes.sequences + 1
+    with running(apart, queue=1) as server:
+        most = apart.decoder.plan.sizes.sequences + 1
         asked = {**ASK, "max_tokens": 2}
         check(call(server, "POST", CHAT, {**asked, "n": most + 1}), 400, f"{most} answers", "n")
         assert call(server, "POST", CHAT, {**asked, "n": most}).status == 200
 
 
 def test_a_full_server_refuses_before_a_prompt_is_made_into_tokens(
-    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+    apart: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests whose prompts are being made into tokens take room, so no more of them are at it
     than there is room for."""
-    encode, hold, at_it = reference.encode, threading.Event(), []
+    encode, hold, at_it = apart.encode, threading.Event(), []
 
     def held(*arguments: Any, **options: Any) -> list[int]:
         at_it.append(1)
         assert hold.wait(SECONDS)
         return encode(*arguments, **options)
 
-    monkeypatch.setattr(reference, "encode", held)
+    monkeypatch.setattr(apart, "encode", held)
     asked = {**ASK, "max_tokens": 5, "temperature": 0}
-    with running(reference, queue=1) as server, ThreadPoolExecutor(4) as pool:
+    with running(apart, queue=1) as server, ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(call, server, "POST", CHAT, asked) for _ in range(4)]
         try:
             until(lambda: len(at_it) == 4)
@@ -739,16 +726,16 @@ def test_a_full_server_refuses_before_a_prompt_is_made_into_tokens(
         assert call(server, "POST", CHAT, asked).status == 200
 
 
-def test_a_deadline(reference: TextGenerator) -> None:
-    with running(reference, seconds=1e-6) as server:
+def test_a_deadline(apart: TextGenerator) -> None:
+    with running(apart, seconds=1e-6) as server:
         reply = call(server, "POST", CHAT, ASK)
         check(reply, 504, "not complete in time")
         assert reply.error["type"] == "timeout_error"
 
 
-def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
-    reference.decoder.set_stop_tokens(())
-    decode = reference.decoder.run_batch
+def test_a_deadline_in_the_middle_of_a_stream(apart: TextGenerator) -> None:
+    apart.decoder.set_stop_tokens(())
+    decode = apart.decoder.run_batch
 
     def slow(*arguments: Any, **options: Any) -> Any:
         if server.engine.ready:
@@ -758,8 +745,8 @@ def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
         return decode(*arguments, **{**options, "count": 1})
 
     late = threading.Event()
-    with running(reference) as server:
-        replaced = mock.patch.object(reference.decoder, "run_batch", slow)
+    with running(apart) as server:
+        replaced = mock.patch.object(apart.decoder, "run_batch", slow)
         with replaced, begin(server, {**ASK, "max_tokens": 100, "stream": True}) as raw:
             came = b""
             while piece := raw.recv(1 << 16):
@@ -775,10 +762,10 @@ def test_a_deadline_in_the_middle_of_a_stream(reference: TextGenerator) -> None:
 
 
 def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
-    reference: TextGenerator,
+    apart: TextGenerator,
 ) -> None:
-    reference.decoder.set_stop_tokens(())
-    decode, calls = reference.decoder.run_batch, 0
+    apart.decoder.set_stop_tokens(())
+    decode, calls = apart.decoder.run_batch, 0
     begun = threading.Event()
 
     def fails(*arguments: Any, **options: Any) -> Any:
@@ -789,8 +776,8 @@ def test_an_answer_that_fails_in_its_middle_says_so_in_the_stream(
             raise ModelError("the logits hold NaN")
         return decode(*arguments, **{**options, "count": 2})
 
-    with running(reference) as server:
-        with mock.patch.object(reference.decoder, "run_batch", fails):
+    with running(apart) as server:
+        with mock.patch.object(apart.decoder, "run_batch", fails):
             stream = client(server).chat.completions.create(
                 model=MODEL,
                 messages=MESSAGES,  # type: ignore[arg-type]
@@ -823,9 +810,9 @@ def test_a_row_of_nan_ends_its_own_answer_alone(tmp_path: Path) -> None:
     ]
     right: list[str | None] = []
     sound = 0
-    with open_device("host") as device, open_generator(device, model) as reference:
+    with open_device("host") as device, open_generator(device, model) as apart:
         for one in asked:
-            answer = reference.generate(
+            answer = apart.generate(
                 one["prompt"],
                 max_tokens=one["max_tokens"],
                 sampling=SamplingOptions(one["temperature"], seed=one["seed"]),
@@ -870,10 +857,10 @@ def begin(server: Server, body: dict[str, object]) -> socket.socket:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream: bool) -> None:
+def test_nothing_is_computed_for_who_went_away(apart: TextGenerator, stream: bool) -> None:
     """In the middle of a stream, and while a whole answer is waited for."""
-    reference.decoder.set_stop_tokens(())
-    decode = reference.decoder.run_batch
+    apart.decoder.set_stop_tokens(())
+    decode = apart.decoder.run_batch
 
     def slow(*arguments: Any, **options: Any) -> Any:
         if server.engine.ready:
@@ -881,8 +868,8 @@ def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream:
             options["count"] = 1
         return decode(*arguments, **options)
 
-    with running(reference) as server:
-        with mock.patch.object(reference.decoder, "run_batch", slow):
+    with running(apart) as server:
+        with mock.patch.object(apart.decoder, "run_batch", slow):
             for _ in range(3):
                 with begin(server, {**ASK, "max_tokens": 100, "stream": stream}) as raw:
                     if stream:
@@ -904,7 +891,7 @@ def test_nothing_is_computed_for_who_went_away(reference: TextGenerator, stream:
 
 @pytest.fixture
 def impatient(
-    reference: TextGenerator, monkeypatch: pytest.MonkeyPatch
+    apart: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Server, tuple[str, int]]]:
     """A server that does not wait long, and its address."""
     for module, name in (
@@ -915,8 +902,8 @@ def impatient(
     ):
         monkeypatch.setattr(module, name, 0.1)
     monkeypatch.setattr(engine_module, "_GATHER_SECONDS", 0.0)  # an event for each token
-    reference.decoder.set_stop_tokens(())
-    with running(reference) as started:
+    apart.decoder.set_stop_tokens(())
+    with running(apart) as started:
         listener = started._listeners[0]
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         yield started, listener.getsockname()
@@ -965,12 +952,12 @@ def test_who_sends_a_body_slowly_is_told(impatient: tuple[Server, tuple[str, int
 
 
 def test_a_lack_of_file_descriptors_is_said_once(
-    reference: TextGenerator, caplog: pytest.LogCaptureFixture
+    apart: TextGenerator, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of connections that cannot be accepted asyncio speaks two thousand times a second."""
     lack = {"message": "out of system resource", "exception": OSError(errno.EMFILE, "Too many")}
     other = {"message": "something else", "exception": ValueError("odd")}
-    with running(reference) as server:
+    with running(apart) as server:
         loop, done = server._loop, threading.Event()
         assert loop is not None
         for context in [lack] * 9 + [other]:
@@ -1001,16 +988,16 @@ def test_who_never_reads_is_cut_off(impatient: tuple[Server, tuple[str, int]], p
     until(lambda: server.engine._scheduler.under_way == 0)
 
 
-def test_a_second_ctrl_c_ends_it_at_once(reference: TextGenerator) -> None:
+def test_a_second_ctrl_c_ends_it_at_once(apart: TextGenerator) -> None:
     """Python waits for the connections of a server that is closed, from 3.12 on."""
-    reference.decoder.set_stop_tokens(())
-    decode = reference.decoder.run_batch
+    apart.decoder.set_stop_tokens(())
+    decode = apart.decoder.run_batch
 
     def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(0.02)
         return decode(*arguments, **{**options, "count": 1})
 
-    with running(reference) as server, mock.patch.object(reference.decoder, "run_batch", slow):
+    with running(apart) as server, mock.patch.object(apart.decoder, "run_batch", slow):
         asked = {**ASK, "max_tokens": 100, "stream": True}
         raws = [begin(server, asked) for _ in range(12)]
         until(lambda: server.engine._scheduler.under_way == 12)

@@ -40,7 +40,17 @@ from ostinato.serve import app
 from ostinato.serve.engine import End, Job
 from ostinato.serve.server import ServeOptions, Server
 from tests.cli import commands
-from tests.serve.serving import MODEL, SECONDS, alone, call, client, open_generator, running, until
+from tests.serve.serving import (
+    MODEL,
+    SECONDS,
+    alone,
+    call,
+    client,
+    open_generator,
+    opened,
+    running,
+    until,
+)
 
 SHARED = "in the same beginning of all, 12 and 34, "
 
@@ -126,7 +136,7 @@ def left() -> list[object]:
 @pytest.mark.parametrize("lookup", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_fifty_clients_half_of_which_go_away(tiny_model: Path, lookup: int) -> None:
     rng = random.Random(11)
-    with open_device("host") as device, open_generator(device, tiny_model) as reference:
+    with opened(tiny_model) as reference:
         rounds = [load(50, 60, rng) for _ in range(2)]
         wanted = [[one.alone(reference) for one in asked] for asked in rounds]
     assert len({text for text, _ in wanted[0]}) > 25
@@ -176,11 +186,9 @@ def test_fifty_clients_of_the_real_model(smollm2_path: Path) -> None:
 def test_tokens_in_ever_new_batches_leave_no_memory_behind(tiny_model: Path) -> None:
     """Short answers, one after the other: what is counted once more each time would be seen."""
     with (
-        open_device("host") as device,
-        open_generator(device, tiny_model) as generator,
+        opened(tiny_model, ends=False) as generator,
         running(generator, queue=8) as server,
     ):
-        generator.decoder.set_stop_tokens(())
         asked = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0}
 
         def ask(_: int) -> Counter[int]:
@@ -238,7 +246,7 @@ def test_a_signal_under_load_loses_none_that_was_accepted(
     """Each client gets its whole answer, or is told that there is none; and the server counts as
     many whole ones as there are clients that have one."""
     asked = [Asked(f"the {index} ab", 100, 2.0, index, None) for index in range(20)]
-    with open_device("host") as device, open_generator(device, tiny_model) as reference:
+    with opened(tiny_model) as reference:
         wanted = [one.alone(reference) for one in asked]
     process, url = started(tiny_model, "--slots", "4", "--queue", "100")
     try:
@@ -343,7 +351,7 @@ def test_a_name_is_served_at_all_its_addresses_or_not_at_all(tiny_model: Path) -
     listeners = Server.bind("localhost", 0)
     ports = {one.getsockname()[1] for one in listeners}
     assert sorted(one.getsockname()[0] for one in listeners) == sorted(there) and len(ports) == 1
-    with open_device("host") as device, open_generator(device, tiny_model) as generator:
+    with opened(tiny_model) as generator:
         server = Server(generator, ServeOptions(MODEL), listeners)
         assert server.local
         ready = threading.Event()
@@ -369,7 +377,7 @@ def test_a_name_is_served_at_all_its_addresses_or_not_at_all(tiny_model: Path) -
 
 def test_the_command_drafts(tiny_model: Path) -> None:
     asked = [Asked("abab", 40, temperature, 3, None) for temperature in (0.0, 2.0, 0.0)]
-    with open_device("host") as device, open_generator(device, tiny_model) as reference:
+    with opened(tiny_model) as reference:
         wanted = [one.alone(reference) for one in asked]
     process, url = started(tiny_model, "--slots", "2", "--lookup", "3")
     try:

@@ -13,21 +13,16 @@ import pytest
 
 pytest.importorskip("ostinato.serve.server")
 
-from ostinato import open_device
 from ostinato.serve import app
 from ostinato.serve.server import Server
-from tests.serve.serving import call, open_generator, running
+from tests.serve.serving import call, opened, running
 
 TEXT = Path(app.__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    with (
-        open_device("host") as device,
-        open_generator(device, tiny_model) as generator,
-        running(generator, keys=("key",)) as started,
-    ):
+    with opened(tiny_model) as generator, running(generator, keys=("key",)) as started:
         yield started
 
 

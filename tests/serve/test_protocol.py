@@ -16,9 +16,8 @@ import pytest
 # (tests/test_packaging.py).
 pytest.importorskip("ostinato.serve.server")
 
-from ostinato import open_device
 from ostinato.serve.server import Server
-from tests.serve.serving import MODEL, SECONDS, open_generator, running
+from tests.serve.serving import MODEL, SECONDS, opened, running
 
 PATH = "/v1/completions"
 BODY = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 2}).encode()
@@ -31,10 +30,8 @@ CHUNKS = b"%x\r\n%s\r\n0\r\n\r\n" % (SIZE, BODY)
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    with open_device("host") as device, open_generator(device, tiny_model) as generator:
-        generator.decoder.set_stop_tokens(())
-        with running(generator) as started:
-            yield started
+    with opened(tiny_model, ends=False) as generator, running(generator) as started:
+        yield started
 
 
 def get(

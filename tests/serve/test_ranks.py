@@ -34,7 +34,7 @@ from ostinato.serve.engine import ServingEngine
 from tests.cli import commands
 from tests.cli.test_tensor_parallel import children, until_gone
 from tests.models.model_files import CONFIG, SPECIAL, weights, write_gguf
-from tests.serve.serving import SECONDS, client, job, open_generator, running, submit, until
+from tests.serve.serving import SECONDS, client, job, open_generator, opened, running, submit, until
 from tests.serve.test_load import load, started, stream
 
 SMALL = ("--slots", "2", "--piece", "16")
@@ -139,7 +139,7 @@ def with_masks(url: str) -> list[Any]:
 def test_several_clients_at_once_get_the_answers_of_one_rank(tiny_model: Path, ranks: int) -> None:
     """Some of them go away in the middle.  Then SIGTERM ends all ranks, with status 0."""
     asked = load(16, 40, random.Random(7))
-    with open_device("host") as device, open_generator(device, tiny_model) as reference:
+    with opened(tiny_model) as reference:
         wanted = [one.alone(reference) for one in asked]
         with running(reference) as server:
             masked = with_masks(server.url)

@@ -18,13 +18,12 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("ostinato.serve.server")
 
-from ostinato import open_device
 from ostinato.errors import ModelError
 from ostinato.models import TextGenerator
 from ostinato.serve import app as app_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.server import Server
-from tests.serve.serving import MODEL, SECONDS, call, client, open_generator, running, until
+from tests.serve.serving import MODEL, SECONDS, call, client, opened, running, until
 
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"model": MODEL, "input": "ab in 12?", "temperature": 0}
@@ -33,9 +32,8 @@ USER = {"role": "user", "content": "ab in 12?"}
 
 @pytest.fixture(scope="module")
 def generator(tiny_model: Path) -> Iterator[TextGenerator]:
-    with open_device("host") as device, open_generator(device, tiny_model) as opened:
-        opened.decoder.set_stop_tokens(())  # every answer is as long as it may be
-        yield opened
+    with opened(tiny_model, ends=False) as generator:  # every answer is as long as it may be
+        yield generator
 
 
 @pytest.fixture(scope="module")
