@@ -130,13 +130,18 @@ def test_a_launch_into_a_capture(rig: Rig, graph: GraphHandle) -> None:
 # --- memory that outlives the launch
 
 
-def test_what_a_launch_leaves_must_be_freed_first(rig: Rig, graph: GraphHandle) -> None:
-    driver = rig.driver
-    if not driver.capabilities.memory_nodes:
+def allocated(rig: Rig, graph: GraphHandle) -> int:
+    """The address of memory that a launch of the graph allocates, and fills."""
+    if not rig.driver.capabilities.memory_nodes:
         pytest.skip("no memory nodes here")
     alloc = rig.add(graph, (), AllocNodeParams(1 << 16))
-    address = driver.node_params(alloc).address  # type: ignore[union-attr]
+    address: int = rig.driver.node_params(alloc).address  # type: ignore[union-attr]
     rig.add(graph, [alloc], "fill", address, 3.0, 4)
+    return address
+
+
+def test_what_a_launch_leaves_must_be_freed_first(rig: Rig, graph: GraphHandle) -> None:
+    driver, address = rig.driver, allocated(rig, graph)
     run = rig.instantiate(graph)
     driver.exec_launch(run, rig.stream)
     assert rig.values(address, 4) == [3.0] * 4
@@ -150,12 +155,7 @@ def test_what_a_launch_leaves_must_be_freed_first(rig: Rig, graph: GraphHandle) 
 
 
 def test_auto_free_frees_at_the_next_launch(rig: Rig, graph: GraphHandle) -> None:
-    driver = rig.driver
-    if not driver.capabilities.memory_nodes:
-        pytest.skip("no memory nodes here")
-    alloc = rig.add(graph, (), AllocNodeParams(1 << 16))
-    address = driver.node_params(alloc).address  # type: ignore[union-attr]
-    rig.add(graph, [alloc], "fill", address, 3.0, 4)
+    driver, address = rig.driver, allocated(rig, graph)
     run = rig.instantiate(graph, InstantiateFlags.AUTO_FREE_ON_LAUNCH)
     for _ in range(3):
         driver.exec_launch(run, rig.stream)
@@ -166,11 +166,7 @@ def test_auto_free_frees_at_the_next_launch(rig: Rig, graph: GraphHandle) -> Non
 def test_one_graph_allocates_and_another_frees(rig: Rig, graph: GraphHandle) -> None:
     from ostinato.driver.api import FreeNodeParams
 
-    driver = rig.driver
-    if not driver.capabilities.memory_nodes:
-        pytest.skip("no memory nodes here")
-    alloc = rig.add(graph, (), AllocNodeParams(1 << 16))
-    address = driver.node_params(alloc).address  # type: ignore[union-attr]
+    driver, address = rig.driver, allocated(rig, graph)
     freeing = rig.new_graph()
     rig.add(freeing, (), FreeNodeParams(address))
     make, free = rig.instantiate(graph), rig.instantiate(freeing)

@@ -139,8 +139,16 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-@pytest.mark.parametrize("collectives", ["library", "exchange"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "collectives"),
+    [
+        *((way, "exchange") for way in WAYS),
+        *(
+            pytest.param(way, "library", marks=[pytest.mark.slow] * (way not in ("eager", "loops")))
+            for way in WAYS
+        ),
+    ],
+)
 def test_every_way_of_running_gives_the_same(way: str, collectives: str) -> None:
     options, run = WAYS[way]
     options = {**options, "collectives": collectives}

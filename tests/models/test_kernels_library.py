@@ -164,7 +164,9 @@ def test_attention_of_a_piece_is_right(
 
 
 @on_kernels("piece", OF_WARPGROUPS)
-@pytest.mark.parametrize("multiprocessors", [1, 3, 132], ids="of {}".format)
+@pytest.mark.parametrize(
+    "multiprocessors", [1, pytest.param(3, marks=pytest.mark.slow), 132], ids="of {}".format
+)
 def test_attention_of_a_piece_by_warpgroups_is_right(
     kernels: Any, piece: tuple[int, ...], multiprocessors: int
 ) -> None:
