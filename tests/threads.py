@@ -19,7 +19,7 @@ def in_thread(work: Callable[[], object]) -> BaseException | None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive(), "it hangs"
     return raised[0] if raised else None
 
