@@ -92,7 +92,8 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
     kind = type(error).__name__
     place = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not str(Path(frame.filename).resolve()).startswith(ours):
+        compiled = frame.filename.endswith(".pyx")  # by Cython, as a path in its sources
+        if not compiled and not str(Path(frame.filename).resolve()).startswith(ours):
             source = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
             place = f" at {frame.filename}:{frame.lineno}: {source}"
             break
@@ -110,6 +111,16 @@ def explained(error: Exception, library: ModuleType, cannot: str) -> str:
             "autograd's nodes of the weights on that stream: detach it"
         )
     return f"it cannot be captured: {kind}: {text}{place}{hint}"
+
+
+def line_outside(*libraries: str) -> str:
+    """Returns the place that called these packages, or this one: "file:line: source"."""
+    frame = sys._getframe(1)
+    inside = "contextlib", "ostinato", *libraries
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+        frame = frame.f_back
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def disturbed(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import sys
 import threading
 import traceback
@@ -19,7 +18,13 @@ import torch
 from ostinato import Device, Graph, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import Status
 from ostinato.interop import captures
-from ostinato.interop.captures import captured, disturbed, keep_programs, no_collection
+from ostinato.interop.captures import (
+    captured,
+    disturbed,
+    keep_programs,
+    line_outside,
+    no_collection,
+)
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
     NoMemory,
@@ -794,15 +799,7 @@ def _references(record: _Record) -> int:
 
 
 def line_outside_torch() -> str:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "contextlib",
-        "ostinato",
-        "torch",
-    ):
-        frame = frame.f_back
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
+    return line_outside("torch")
 
 
 def copies_elsewhere(nodes: Sequence[Node]) -> bool:
