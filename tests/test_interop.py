@@ -148,9 +148,10 @@ def test_cupy_without_a_gpu_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> Non
 
     cupy = types.ModuleType("cupy")
     runtime = types.SimpleNamespace(getDevice=no_device, CUDARuntimeError=CUDARuntimeError)
-    cupy.cuda = types.SimpleNamespace(runtime=runtime, MemoryPool=MagicMock())  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(runtime=runtime, Memory=object, MemoryPool=MagicMock())  # type: ignore[attr-defined]
     cupy.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupyx", types.ModuleType("cupyx"))
     graphed = importlib.import_module("ostinato.interop.cupy").graphed
 
     @graphed(verify="first")

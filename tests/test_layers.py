@@ -55,6 +55,7 @@ HOMES = {
     "nccl": ("distributed/nccl.py",),
     "torch": ("interop/torch/", "interop/transformers/"),
     "cupy": ("interop/cupy/",),
+    "cupyx": ("interop/cupy/",),
     "numba": ("interop/numba.py",),
     "triton": ("interop/triton.py",),
     "transformers": ("interop/transformers/",),

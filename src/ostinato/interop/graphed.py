@@ -453,7 +453,7 @@ class Graphed(Guarded, Closeable):
 
     def _unchain(self, line: Line, waiting: Waiting, why: str) -> None:
         """Gives up a key with chains, and drops these."""
-        self._give_up(line, f"{waiting.why}; {why}")
+        self._give_up(line, why if waiting.why in why else f"{waiting.why}; {why}")
         counts = self._engine.entered(line)[1]
         self._set_hot()
         for key, each in [*self._lines.items()]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import cupy
@@ -16,14 +18,18 @@ import numpy as np
 
 from ostinato import Device, Graph, GraphCache, MemoryRange, Node, Stream
 from ostinato.errors import InputError, Status
-from ostinato.interop.captures import captured, explained, keep_programs, no_collection
+from ostinato.interop.captures import captured, explained, keep_programs, no_collection, of_capture
 from ostinato.interop.cupy.adopting import external_stream
+from ostinato.interop.cupy.waits import SegmentedRun, Surroundings, operations, replaced
 from ostinato.interop.graphed import Graphed
+from ostinato.interop.reading.chains import ChainBuilder
 from ostinato.interop.reading.library import (
     Devices,
     GraphedOptions,
     Library,
     NotGraphable,
+    RunChain,
+    WaitsForDevice,
     cuda_index,
     living_objects,
     name_of,
@@ -105,6 +111,10 @@ def graphed(
     return Graphed(function, library, options, kept, name=name, **rest)
 
 
+class _Piece(cupy.cuda.Memory):  # type: ignore[misc]  # CuPy has no types
+    """Memory of the pool; unlike CuPy's own class it can be referenced weakly."""
+
+
 class CuPy(Library):
     """CuPy's operations for `Graphed`.  Arrays take no attributes of the user's.  Functions that
     draw random numbers run eagerly, so no states of generators are kept."""
@@ -120,11 +130,16 @@ class CuPy(Library):
         self._pool = cupy.cuda.MemoryPool(self._allocate)
         """The pool of all memory that is allocated in captures.  Only graphs use it, so the memory
         that a graph points at is never given to other arrays."""
+        self._pieces: weakref.WeakSet[_Piece] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
+        """The graphs that use the pool."""
 
     def _allocate(self, nbytes: int) -> Any:
         """Allocates memory for the pool, also while this thread captures."""
         with self.device.context.relaxed():
-            return cupy.cuda.MemoryPointer(cupy.cuda.Memory(nbytes), 0)
+            piece = _Piece(nbytes)
+        self._pieces.add(piece)
+        return cupy.cuda.MemoryPointer(piece, 0)
 
     # --- values
     def is_array(self, value: object, /) -> bool:
@@ -194,7 +209,9 @@ class CuPy(Library):
             current.wait(side.record())
 
     # --- captures
-    def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
+    @contextmanager
+    def _capturing(self) -> Iterator[tuple[Stream, Surroundings]]:
+        """Makes the side stream current, whose work may be captured in the block."""
         side, current = self._beside(), self.stream()
         side.wait(current.record())
         with (
@@ -203,7 +220,32 @@ class CuPy(Library):
             external_stream(side),
             cupy.cuda.using_allocator(self._pool.malloc),
         ):
+            yield side, Surroundings(self._pieces, self.device.driver.memory_range)
+
+    def capture(self, work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
+        refused: list[Exception] = []
+
+        def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return operation(*args, **kwargs)
+                except Exception as error:
+                    if of_capture(error):
+                        refused.append(error)
+                    raise
+
+            return run
+
+        table = operations(noted, noted, noted)
+        with self._capturing() as (side, around), replaced(table):
             graph, result = captured(side, work, _explained)
+        if refused:  # and the function went on in another way than it does eagerly
+            raise WaitsForDevice(_explained(refused[0]))
+        around.pointed_at(graph.nodes(), copies=True)
+        return self._finished(graph), result
+
+    def _finished(self, graph: Graph) -> Graph:
+        """Returns a captured graph as one that keeps what its nodes use.  Raises NotGraphable."""
         nodes = graph.nodes()
         drawing = _drawing(nodes)
         if drawing is not None:
@@ -217,8 +259,22 @@ class CuPy(Library):
         # Adopted, since ostinato cannot read what CuPy's kernels point at.
         owner = graph, self._pool, plans
         adopted = Graph.adopt(self.device, int(graph.handle), owner=owner)
+        self._graphs.add(graph)  # which the owner keeps
         keep_programs([(adopted, nodes)])
-        return adopted, result
+        return adopted
+
+    @property
+    def chain(self) -> RunChain:
+        return self._chain
+
+    def _chain(self, work: Callable[[Stream], Any], parts: ChainBuilder) -> tuple[Any, None]:
+        current = self.stream()
+        try:
+            with self._capturing() as (side, around):
+                run = SegmentedRun(side, parts, around, self._finished, self.out_of_memory).run
+                return run(lambda: work(side)), None
+        finally:
+            current.wait(self._beside().record())
 
     def out_of_memory(self, error: BaseException, /) -> bool:
         return isinstance(error, MemoryError) or (
@@ -228,7 +284,8 @@ class CuPy(Library):
 
     def trim(self, *, short: bool) -> None:
         with _captures, self.device.context.relaxed():
-            self._pool.free_all_blocks()
+            if not self._graphs:  # what is free in the pool is free between replays only
+                self._pool.free_all_blocks()
             if short:
                 cupy.get_default_memory_pool().free_all_blocks()
 
