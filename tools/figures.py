@@ -663,7 +663,15 @@ def torch_graphed() -> Iterable[str]:
 
 
 def torch_waits() -> Iterable[str]:
-    rows = results("torch_waits-nvidia-h200.json")["rows"]
+    return _waits("torch_waits-nvidia-h200.json")
+
+
+def cupy_waits() -> Iterable[str]:
+    return _waits("cupy_waits-nvidia-h200.json")
+
+
+def _waits(file: str) -> Iterable[str]:
+    rows = results(file)["rows"]
     heads = ("function", "eager, µs", "`graphed`, µs", "replays, eager runs", "answers")
     return _table(
         heads,
@@ -951,7 +959,7 @@ TABLES: dict[str, Callable[[], Iterable[str]]] = {
         front, summary, replay_cost, launch_cost, change_cost, modules, decode, batches,
         lengths_h200, contexts, floor, profile, profile_batches, prompts, prompt_attention,
         attention, startup, load, host, join, torch_graphed, torch_waits,
-        torch_training, torch_generate, generate, weights, streams, divergences, black_box,
-        observe, node_times, lookup, tuning,
+        cupy_waits, torch_training, torch_generate, generate, weights, streams, divergences,
+        black_box, observe, node_times, lookup, tuning,
     )
 }  # fmt: skip
