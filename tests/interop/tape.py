@@ -376,6 +376,7 @@ class _WaitingModule(GraphedModule, _Waiting):
 def on_cpu(library: OnCpu, function: Any, **options: Any) -> Any:
     """`graphed` on the CPU.  Close it."""
     rest: Any = library, GraphedOptions(**options), ost.GraphCache(library.device)
+    library.hooks_apart = options.get("gradients") == "replay"
     named: dict[str, Any] = {"name": "f", "owns_cache": True}
     if isinstance(function, torch.nn.Module):
         return _WaitingModule(function, function.forward, *rest, **named)
@@ -387,6 +388,7 @@ def on_tape(device: Device, function: Any, *, chains: bool = False, **options: A
     library = OnTape(device)
     library.chains = chains
     step = on_cpu(library, function, **options)
+    step._maker.mover = None  # a tape has no nodes that copy, also if there is nothing to copy
     # A tape holds memory, not words that point at it.
     step._maker._moved_memory = lambda captured, now: ", and a tape cannot be bound"
     return step

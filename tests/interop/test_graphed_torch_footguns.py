@@ -954,6 +954,17 @@ class Calling(Base):
         return super().__call__(x)
 
 
+BY_NAME = 2.0
+
+
+class Telling:
+    def __init__(self) -> None:
+        self.config = types.SimpleNamespace(scale=2.0)
+
+    def tell(self) -> Any:
+        return self.config.scale
+
+
 class Twice:
     scale = 2.0
 
@@ -1108,6 +1119,20 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
     looked_up: dict[str, Any] = {"scale": 2.0}
     look_up, factor = looked_up.get, torch.ones(3)
     multiply = factor.mul
+    telling = Telling()
+    get, tell = operator.attrgetter("config.scale"), operator.methodcaller("tell")
+    view, memory = looked_up.values(), memoryview(array.array("d", [2.0]))
+    weak = weakref.proxy(telling)
+
+    class Overridden:
+        def __call__(self, x: Any) -> Any:
+            return x * 2
+
+    class Overriding(Overridden):
+        def __call__(self, x: Any) -> Any:
+            return super().__call__(x) + 1
+
+    overriding = Overriding()
 
     def swap() -> None:
         nonlocal scale, bias
@@ -1223,6 +1248,22 @@ def uses() -> dict[str, tuple[Callable[..., Any], Callable[[], Any]]]:
             lambda x: multiply(x),
             lambda: setattr(factor, "data", torch.rand(3)),
         ),
+        "what an attrgetter reads": (lambda x: x * get(telling), set_scale(telling.config)),
+        "what a methodcaller calls": (lambda x: x * tell(telling), set_scale(telling.config)),
+        "what a view of a dict shows": (lambda x: x * sum(view), set_item(looked_up, "scale")),
+        "what a view of memory shows": (lambda x: x * memory[0], set_item(memory, 0)),
+        "what a weak proxy stands for": (
+            lambda x: x * weak.config.scale,
+            lambda: set_scale(telling.config)(),
+        ),
+        "a global that is named as a text": (
+            lambda x: x * globals()["BY_NAME"],
+            lambda: globals().update(BY_NAME=globals()["BY_NAME"] + 1),
+        ),
+        "a method that another one overrides": (
+            lambda x: overriding(x),
+            lambda: setattr(Overridden, "__call__", lambda self, x: x * 9),
+        ),
         "an argument of a partial": (
             lambda x: partial(x),
             lambda: partial.keywords.update(other=torch.ones(3) * 4),
@@ -1241,6 +1282,229 @@ def test_changes_of_what_a_function_uses(make: Any, use: str) -> None:
     assert not torch.equal(function(x), before)
     check(step, function, x)
     assert not step.statistics().quarantined
+
+
+@pytest.mark.parametrize("what", ["a closure", "a default value", "a global", "a class"])
+def test_functions_among_arguments(make: Any, what: str) -> None:
+    """`step(x, loss)`: the same function does something else when what it uses has changed."""
+    state = {"scale": 2.0}
+
+    class Scaling:
+        by = 2.0
+
+        def __new__(cls, x: Any) -> Any:
+            return x * cls.by
+
+    given: dict[str, Callable[..., Any]] = {
+        "a closure": lambda x: x * state["scale"],
+        "a default value": lambda x, state=state: x * state["scale"],
+        "a global": lambda x: x * BY_NAME,
+        "a class": Scaling,
+    }
+    function = lambda x, act: act[0](x) + 1  # noqa: E731
+    step, x = make(function), torch.ones(3)
+    for _ in range(3):
+        check(step, function, x, (given[what],))
+        state["scale"] += 1
+        Scaling.by += 1
+        globals()["BY_NAME"] += 1
+    assert step.statistics().replays == 9, step.explain()
+
+
+class Private(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self._by, self._settings = 2.0, types.SimpleNamespace(by=2.0)
+
+    @property
+    def by(self) -> Any:
+        return self._by
+
+    def scaled(self, x: Any) -> Any:
+        return x * self._settings.by
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Asking(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner.scaled(x) * self.inner.by + self.inner(x)
+
+
+@pytest.mark.parametrize("kind", ["module", "closure"])
+def test_private_attributes_that_other_methods_than_forward_read(make: Any, kind: str) -> None:
+    private = Private()
+    model: Any = Asking(private)
+    if kind == "closure":
+        model = lambda x: private.scaled(x) * private.by + private(x)  # noqa: E731
+    step, x = make(model), torch.ones(3)
+    check(step, model, x)
+    private._by = 3.0
+    check(step, model, x)
+    private._settings.by = 5.0
+    check(step, model, x)
+    Private.scaled = lambda self, x: x * 7  # type: ignore[method-assign]
+    check(step, model, x)
+    assert step.statistics().replays >= 8, step.explain()
+
+
+class Hooking:
+    """A hook with a state, which counts its calls if `counts`."""
+
+    def __init__(self, counts: bool) -> None:
+        self.scale, self.counts, self.calls = 2.0, counts, 0
+
+    def __call__(self, module: Any, given: Any, out: Any) -> Any:
+        if self.counts:
+            self.calls += 1
+        return out * self.scale + self.calls
+
+
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("of", ["a module", "a module inside", "all modules"])
+@pytest.mark.parametrize("kind", ["closure", "module"])
+def test_what_hooks_of_modules_use(make: Any, of: str, kind: str, counts: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    theirs = copy.deepcopy(model)
+    hooks = Hooking(counts), Hooking(counts)
+    removed = []
+
+    def run(module: Any, hook: Any, x: Any) -> Any:
+        """Calls a module; a hook of all modules is there for this call alone."""
+        if of != "all modules":
+            return module(x)
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+        try:
+            return module(x)
+        finally:
+            handle.remove()
+
+    for each, hook in zip((model, theirs), hooks, strict=True):
+        if of != "all modules":
+            removed.append((each[0] if "inside" in of else each).register_forward_hook(hook))
+    step = make((lambda x: model(x)) if kind == "closure" else model)
+    for number in range(12):
+        x = torch.rand(2, 3)
+        found = run(step, hooks[0], x)
+        equal(found, run(theirs, hooks[1], x))
+        assert hooks[0].calls == hooks[1].calls, number
+        if number == 6:
+            hooks[0].scale = hooks[1].scale = 5.0
+
+
+def test_activations_that_a_hook_keeps(make: Any) -> None:
+    """A graph's memory holds them only until a later node of the graph needs it."""
+    model, kept = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()), {}
+    model[0].register_forward_hook(lambda module, given, out: kept.update(out=out))
+    step = make(lambda x: model(x))
+    for _ in range(6):
+        x = torch.rand(2, 3)
+        step(x)
+        equal(kept["out"], torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+    assert not step.statistics().replays, step.explain()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_modules_whose_attributes_python_does_not_have(make: Any) -> None:
+    model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)))
+    steps = [make(model), make(lambda x: model(x)), make(model, guard=False)]
+    for train in (True, False):
+        model.train(train)
+        for _ in range(4):
+            x = torch.rand(4, 3)
+            for step in steps[:2]:
+                state = copy.deepcopy(model.state_dict())
+                found = step(x)
+                model.load_state_dict(state)
+                equal(found, model(x))
+    assert all("TorchScript" in step.explain() for step in steps[:2]), steps[0].explain()
+    for _ in range(4):
+        steps[2](x)
+    assert steps[2].statistics().replays == 3
+
+
+def test_a_graph_of_operations_that_is_compiled_again(make: Any) -> None:
+    """`torch.fx` puts another `forward` into the class of the module."""
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()))
+    model = lambda x: traced(x) * 2  # noqa: E731
+    step, x = make(model), torch.ones(3)
+    check(step, model, x)
+    last = [node for node in traced.graph.nodes if node.op == "call_module"][-1]
+    last.replace_all_uses_with(last.args[0])
+    traced.graph.erase_node(last)
+    traced.recompile()
+    check(step, model, x)
+    assert step.statistics().replays == 6, step.explain()
+
+
+LEFT: dict[str, tuple[Callable[[], object], Callable[[], object], Callable[[], object]]] = {
+    "the default type": (
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_dtype(torch.float32),
+        torch.get_default_dtype,
+    ),
+    "gradients": (
+        lambda: torch.set_grad_enabled(True),
+        lambda: torch.set_grad_enabled(False),
+        torch.is_grad_enabled,
+    ),
+    "determinism": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+        torch.are_deterministic_algorithms_enabled,
+    ),
+    "the precision of products": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+        torch.get_float32_matmul_precision,
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", LEFT)
+def test_modes_that_a_function_leaves_as_it_sets_them(make: Any, mode: str) -> None:
+    change, undo, read = LEFT[mode]
+
+    def f(x: Any) -> Any:
+        change()
+        return x * 2
+
+    step, x = make(f), torch.ones(3)
+    try:
+        for _ in range(6):
+            undo()
+            equal(step(x), x * 2)
+            after = read()
+            undo()
+            f(x)
+            assert after == read(), step.explain()
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("size", [(3, 3), (2, 3)])
+def test_a_weight_whose_shape_the_function_changes(make: Any, size: Any) -> None:
+    """`t_` moves no memory."""
+    mine, theirs = torch.rand(size), None
+    theirs = mine.clone()
+
+    def using(weight: Any) -> Any:
+        def f(x: Any) -> Any:
+            weight.t_()
+            return weight.sum(0) * x
+
+        return f
+
+    step, function = make(using(mine)), using(theirs)
+    for _ in range(6):
+        wanted = function(torch.tensor(2.0))
+        equal(step(torch.tensor(2.0)), wanted)
+        assert mine.stride() == theirs.stride()
 
 
 class Adapted(torch.nn.Module):  # type: ignore[misc]

@@ -267,3 +267,21 @@ def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
 def test_many_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
     for seed in range(1000, 6000):
         run(lib, make, seed)
+
+
+@pytest.mark.parametrize("seeds", [range(6), range(6, 12)])
+def test_random_worlds(seeds: range, make_chained: Make, where: str) -> None:
+    """Functions of torch over the same modules, weights, hooks and optimisers."""
+    pytest.importorskip("torch")
+    from tests.interop.worlds import run_world
+
+    assert sum([run_world(seed, where, make_chained) for seed in seeds]) > 20
+
+
+@pytest.mark.slow
+def test_many_random_worlds(make_chained: Make, where: str) -> None:
+    pytest.importorskip("torch")
+    from tests.interop.worlds import run_world
+
+    for seed in range(1000, 2000):
+        run_world(seed, where, make_chained)

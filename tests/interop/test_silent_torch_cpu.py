@@ -380,6 +380,80 @@ def test_what_changes_a_backward(host_device: Device, how: str, inside: bool, on
         step.close()
 
 
+class _Clip:
+    """A hook of a weight's gradient, with a state, which counts its calls if `counts`."""
+
+    def __init__(self, counts: bool) -> None:
+        self.scale, self.counts, self.calls = 2.0, counts, 0
+
+    def before(self, gradient: Any) -> Any:
+        self.calls += self.counts
+        return gradient * self.scale + self.calls
+
+    def after(self, weight: Any) -> None:
+        weight.grad = self.before(weight.grad)
+
+    def of_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for weight in optimizer.param_groups[0]["params"]:
+            weight.data.copy_(self.before(weight.detach()) / 4)
+
+
+HOOKS: dict[str, Callable[[Any, Any, _Clip], Any]] = {
+    "of a gradient": lambda model, _, clip: model.weight.register_hook(clip.before),
+    "after a gradient": lambda model, _, clip: model.weight.register_post_accumulate_grad_hook(
+        clip.after
+    ),
+    "before a step": lambda _, optimizer, clip: optimizer.register_step_pre_hook(clip.of_step),
+    "after a step": lambda _, optimizer, clip: optimizer.register_step_post_hook(clip.of_step),
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+@pytest.mark.parametrize("counts", [False, True])
+@pytest.mark.parametrize("kind", ["a module", "a list", "an optimiser"])
+def test_hooks_of_weights(host_device: Device, how: str, counts: bool, kind: str) -> None:
+    """A training step captures what they do; their Python runs in no replay."""
+    from tests.interop.tape import on_tape
+
+    def world() -> tuple[Any, Any, Any, Any]:
+        torch.manual_seed(1)
+        model, hook = torch.nn.Linear(4, 2), _Clip(counts)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weights = [*model.parameters()]
+
+        def step(x: Any) -> Any:
+            weight, bias = weights if kind == "a list" else (None, None)
+            if kind == "an optimiser":
+                weight, bias = optimizer.param_groups[0]["params"]
+            y = model(x) if kind == "a module" else torch.nn.functional.linear(x, weight, bias)
+            optimizer.zero_grad()
+            loss = y.square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, hook, step, lambda: HOOKS[how](model, optimizer, hook)
+
+    (model, hook, function, put), (theirs, other, eager, their_put) = world(), world()
+    step, handles = on_tape(host_device, function), []
+    try:
+        for number in range(24):
+            if number in (4, 16):
+                handles = [put(), their_put()]
+            if number == 8:
+                hook.scale = other.scale = 0.5
+            if number == 12:
+                for handle in handles:
+                    handle.remove()
+            x = torch.randn(3, 4)
+            assert torch.equal(step(x), eager(x)), number
+            assert torch.equal(model.weight, theirs.weight), number
+            assert hook.calls == other.calls
+        assert counts or step.statistics().replays >= 12, step.explain()
+    finally:
+        step.close()
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_dropout_between_recurrent_layers_is_counted(

@@ -72,7 +72,7 @@ from ostinato.interop.reading.saving import Saving
 from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
-from ostinato.interop.reading.trees import Unknown
+from ostinato.interop.reading.trees import Unknown, code_in
 from ostinato.lowlevel import Change, Closeable, Counts, Engine, Work, causes, check_runs, new_lock
 from ostinato.step import Action, CheckReport, Decision, Reason
 
@@ -513,6 +513,7 @@ class Graphed(Guarded, Closeable):
         given.tokens, given.keyed = tokens, True
         used: tuple[Hashable, ...] = ()
         if guards is not None:
+            guards.given = [*code_in(tokens)] if len(tokens) > len(given.leaves) else ()
             seen = given.seen = guards.read()
             arrays = seen.arrays
             try:
@@ -742,8 +743,9 @@ class Graphed(Guarded, Closeable):
             reason = reason and f"what the function uses: {reason}"
         return reason or subject.hidden(given)
 
-    def _places(self, arrays: Sequence[Any]) -> list[int]:
-        return [*map(self._library.address, arrays)]
+    def _places(self, arrays: Sequence[Any]) -> list[Hashable]:
+        library = self._library
+        return [*map(library.address, arrays), *map(library.signature, arrays)]
 
     def _kept(self, arrays: Sequence[Any]) -> dict[int, Any]:
         """Copies arrays, the small ones first, up to `_MOST_KEPT` bytes; returns them by index."""
@@ -993,6 +995,7 @@ class _Work(Work):
         places = door._places(given.leaves + given.statics), door._places(state)
         versions = [*map(library.version, given.leaves)]
         versions_before = [*map(library.version, state)]
+        modes = library.modes()
         # Writes must be known: a check puts back what is written, and files hold all else as
         # constants.
         asked = options.verify != "off" or door._saving is not None
@@ -1057,11 +1060,11 @@ class _Work(Work):
             return
         changed = subject.changed_state(given)
         if not changed and door._places(state) != places[1]:
-            changed = "the memory of a tensor"
+            changed = "the memory of a tensor, or its shape"
         if not changed:
             changed = seeded(subject.code.named)
             changed += subject.seeded() if changed else ""
-        changed = changed or drawn(False)
+        changed = changed or drawn(False) or _other_modes(library, modes)
         door._stateful = door._stateful + 1 if changed else 0
         if changed:
             if door._stateful > 1 and not door._step_in_python():
@@ -1355,6 +1358,15 @@ def _raise(raised: Raised) -> NoReturn:
         raise error
     finally:
         del error
+
+
+def _other_modes(library: Library, before: Hashable) -> str:
+    """Returns a text if the modes of a library are no longer those before a run; else ""."""
+    try:
+        now = library.modes()
+    except NotGraphable as error:
+        return str(error)
+    return "" if now == before else "the modes of the library, such as its default type"
 
 
 def _itself(array: Any) -> Any:

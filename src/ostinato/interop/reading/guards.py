@@ -12,8 +12,9 @@ dataclasses, sets, small NumPy arrays, data of C, bound methods, partials, and m
 library.  In other objects, up to eight levels deep, it reads items, plain attributes, arrays, and
 the attributes that the code names, also as texts for `getattr` and in the methods that it calls
 (`self.config.scale`); of functions, and of modules and classes of the user's, what the code names;
-of objects that the library declares (`states.py`), everything.  It does not read what functions of
-installed packages use.  An iterator or a random generator makes a call run eagerly.
+of objects that the library declares (`states.py`), everything; and what hooks of modules, of
+arrays and of optimisers use.  It does not read what functions of installed packages use.  An
+iterator or a random generator makes a call run eagerly.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import operator
 import os
 import random
 import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -55,8 +57,10 @@ from ostinato.interop.reading.places import (
     methods_of,
     names_in_method,
     own_bases,
+    own_names,
     places_of,
     places_of_one,
+    texts_in,
 )
 from ostinato.interop.reading.trees import (
     ATOMS,
@@ -143,14 +147,16 @@ class Guarded(Watch):
         return self._guards
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Appends what the function uses to `tokens` and `arrays`; nothing for a recursive read."""
+        """Appends what the function uses to `tokens` and `arrays`; nothing inside of a read that
+        has met it already: functions that use each other would be read in every order."""
         if self._guards is None or self in _here.reading:
             return
         _here.reading.append(self)
         try:
             seen = self._guards.read()
         finally:
-            _here.reading.pop()
+            if _here.reading[0] is self:
+                _here.reading.clear()
         tokens.append(seen.tokens)
         arrays += seen.arrays
 
@@ -158,7 +164,7 @@ class Guarded(Watch):
 class _Here(threading.local):
     def __init__(self) -> None:
         self.reading: list[Guarded] = []
-        """Functions whose guards this thread is reading."""
+        """Functions whose guards this thread has read in the outermost reading of one."""
 
 
 _here = _Here()
@@ -325,6 +331,8 @@ class Guards:
             types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
         ] = weakref.WeakKeyDictionary()
         """Functions that the function may call, with their code and the places in it."""
+        self.given: Sequence[types.FunctionType | type] = ()
+        """The functions and classes among the arguments of the call that is read."""
         self.places: tuple[ReadPlace, ...] = ()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
         """The functions that `places` were found in, with their code at that time."""
@@ -373,6 +381,8 @@ class Guards:
             walker.start()
             self._visit_place(walker, place, (place.name,), met)
         walker.start()
+        for given in self.given:
+            self._visit(walker, (given.__name__,), given, 0, met)
         shown = {(*where, False) for where in self._shown}
         for function, hardly in met.called:
             walker.function((function.__name__,), function)
@@ -410,6 +420,8 @@ class Guards:
         library = self._library
         if library.is_array(value):
             walker.array(path, value)
+            for hooks in library.hooks(value):
+                self._visit(walker, (path, "hooks"), hooks, depth + 1, met, True)
             return
         if type(value) in _WRAPPING:
             wrapped = getattr(value, "__wrapped__", None)
@@ -484,6 +496,10 @@ class Guards:
         walker.watched(path, watch)
         for kind, name in watch.methods():
             met.call(functions_in_method(kind, name))
+            if own_bases(kind):
+                self._visit_methods(walker, kind, met, hardly=False, among=own_names(kind))
+        for name, hook in watch.hooks():
+            self._visit(walker, (path, name), hook, depth + 1, met, True)
         for name, child in watch.others():
             if name.rpartition(".")[2] in self._named:
                 self._visit(walker, (path, name), child, depth + 1, met, True)
@@ -545,9 +561,18 @@ class Guards:
                 inside[name] = found[name]
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
 
-    def _visit_methods(self, walker: Walker, kind: Any, met: _Met, *, hardly: bool) -> None:
-        """Visits the methods of a class of the user's that may be called.  `hardly`: the code names
-        the class itself.  Its constructor may be called, which is unlikely."""
+    def _visit_methods(
+        self,
+        walker: Walker,
+        kind: Any,
+        met: _Met,
+        *,
+        hardly: bool,
+        among: Iterable[str] | None = None,
+    ) -> None:
+        """Visits the methods of a class of the user's that may be called, or those `among` names.
+        `hardly`: the code names the class itself.  Its constructor may be called, which is
+        unlikely."""
         named, known = self._named, self._learned.get((kind, hardly))
         found = {} if known is None else methods_of(kind, known.names)
         if known is None or known.named != len(named) or known.found != found:
@@ -556,7 +581,7 @@ class Guards:
             special = _MAKING if hardly else frozenset()
             names = {
                 name
-                for name in dir(kind)
+                for name in (dir(kind) if among is None else among)
                 if name in named
                 or name in special
                 or (name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED)
@@ -574,6 +599,8 @@ class Guards:
         if found and (kind, hardly) not in met.kinds:
             met.kinds.add((kind, hardly))
             walker.methods(kind, found)
+            for base in own_bases(kind)[1:]:  # `super()` may call what others override
+                self._visit_methods(walker, base, met, hardly=hardly, among=known.names)
 
     def _visit_all(
         self,
@@ -604,12 +631,16 @@ class Guards:
         known = self._known.get(id(value))
         if known is None or known.itself() is not value:
             watch = value if isinstance(value, Guarded) else self._library.watch(value)
+            if watch is not None and watch is not value:
+                watch.named = self._named
             itself: Callable[[], object] = functools.partial(_itself, value)
             if not isinstance(value, self._library.held):
                 with contextlib.suppress(TypeError):  # no weak references
                     drop = functools.partial(_drop, self._known, id(value))
                     itself = weakref.ref(value, drop)
             known = self._known[id(value)] = _Known(itself, next(self._serials), watch)
+            if isinstance(value, operator.attrgetter | operator.methodcaller):
+                self._named |= texts_in(value.__reduce__())
             for kind, name in () if watch is None else watch.methods():
                 self._named |= names_in_method(kind, name)
                 self._named.add(name)  # an instance may have an attribute of this name
@@ -703,6 +734,7 @@ _ITERATED = ("builtins", "itertools")
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _NUMPY = (np.ndarray, np.void)
+_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 _WRAPPERS = frozenset(
     [UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary]
@@ -718,6 +750,11 @@ def _bound(value: Any) -> list[Any] | None:
         return None if owner is None else [value.__name__, owner]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
+    if isinstance(value, _VIEWS):
+        return [dict(value.mapping)]
+    if type(value) in weakref.ProxyTypes:
+        with contextlib.suppress(ReferenceError):  # it points at nothing any more
+            return [value.__init__.__self__]
     return None
 
 
@@ -761,6 +798,8 @@ def contents_of(value: Any) -> Hashable | None:
         return kind, frozenset(map(plain_token, value))
     if kind is bytearray and len(value) <= _MOST:
         return kind, bytes(value)
+    if kind is memoryview and value.nbytes <= _MOST:
+        return kind, value.format, value.shape, value.tobytes()
     if kind is array.array and len(value) * value.itemsize <= _MOST:
         return kind, value.typecode, value.tobytes()
     if issubclass(kind, _NUMPY):  # `isinstance` reads the value's `__class__`, which may run Python

@@ -12,7 +12,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
@@ -22,6 +22,9 @@ _DEEPEST = 4
 
 class Watch(ABC):
     """A reader of an object with a state of its own (a module), used at each call."""
+
+    named: Collection[str] = frozenset()
+    """Attributes that the code of the function names."""
 
     @abstractmethod
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
@@ -33,6 +36,11 @@ class Watch(ABC):
 
     def methods(self) -> Iterable[tuple[type, str]]:
         """Returns classes, each with the name of a method that runs when the object is called."""
+        return ()
+
+    def hooks(self) -> Iterable[tuple[str, Any]]:
+        """Returns the functions, by name, that run when the object is called, or when gradients of
+        its arrays are computed; to be called after `read`."""
         return ()
 
     def names(self) -> list[str]:
@@ -67,6 +75,11 @@ class WatchingLibrary(Arrays, Protocol):
     def watch(self, value: object, /) -> Watch | None:
         """Returns the watch of such an object; None for all others."""
         return None
+
+    def hooks(self, array: Any, /) -> Iterable[Any]:
+        """Returns the containers of functions that run when the gradient of an array is
+        computed."""
+        return ()
 
 
 class Missing:

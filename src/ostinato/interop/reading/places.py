@@ -181,12 +181,14 @@ _BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__"])
 """Names of functions and attributes that take names of attributes as texts, or give all of them."""
 
 
-def _texts(constants: Iterable[object]) -> set[str]:
+def texts_in(constants: Iterable[object]) -> set[str]:
     """Returns the identifiers among constants, tuples included."""
     found: set[str] = set()
     for each in constants:
         if isinstance(each, tuple):
-            found |= _texts(each)
+            found |= texts_in(each)
+        elif isinstance(each, functools.partial):
+            found |= texts_in(each.args)
         elif isinstance(each, str):
             found.update(filter(str.isidentifier, each.split(".")))
     return found
@@ -208,7 +210,9 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
             modules[str(step.argval)] = None
         by_name |= step.opname == "MATCH_CLASS"
     if by_name or not _BY_NAME.isdisjoint(attributes.union(named)):
-        attributes |= _texts(code.co_consts)
+        attributes |= texts_in(code.co_consts)
+    if "globals" in named:
+        named |= dict.fromkeys(sorted(texts_in(code.co_consts)))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner, more, imported = _names(constant)
@@ -268,6 +272,11 @@ def forget_methods() -> None:
 def own_bases(kind: type) -> tuple[type, ...]:
     """Returns a class and its bases, without those of installed packages."""
     return tuple([base for base in kind.__mro__ if not _installed(base)])
+
+
+def own_names(kind: type) -> set[str]:
+    """Returns the names that a class and its bases define, without those of installed packages."""
+    return {name for base in own_bases(kind) for name in vars(base)}
 
 
 @functools.lru_cache(maxsize=4096)

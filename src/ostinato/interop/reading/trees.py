@@ -12,7 +12,7 @@ import enum
 import math
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -57,7 +57,7 @@ class Unknown(Exception):
 
 ATOMS = frozenset({type(None), bool, int, str, bytes, type(Ellipsis)})
 """Types whose equal values behave alike."""
-_IDENTITIES = (type, type(lambda: None))
+_IDENTITIES = (type, types.FunctionType)
 
 
 def bound_to(function: Any) -> Any:
@@ -226,6 +226,16 @@ def flatten(
     tokens.append(head)
     for index, child in enumerate(children):
         flatten(child, f"{path}[{index}]", arrays, tokens, leaves)
+
+
+def code_in(tokens: Iterable[Hashable]) -> Iterator[types.FunctionType | type]:
+    """Yields the functions and the classes among the plain values that have these tokens."""
+    for token in tokens:
+        if type(token) is tuple:
+            if len(token) == 2 and isinstance(token[1], _IDENTITIES):
+                yield token[1]
+            else:
+                yield from code_in(token)
 
 
 class Leaf:

@@ -107,6 +107,7 @@ def graphed(
     else:
         index = torch.cuda.current_device() if index is None else index
         library = Torch(device or devices.of(index), index, generators)
+        library.hooks_apart = gradients == "replay"
     options = GraphedOptions.given(
         static=static,
         dynamic=dynamic,
@@ -154,6 +155,7 @@ class GraphedModule(Graphed):
         self.module = module
         """The module itself, whose calls run eagerly."""
         self._forward = _Forward(module, forward)
+        library.whole = module
         super().__init__(self._forward, library, options, *args, **others)
         self.__wrapped__, self._original = forward, module  # a module's call runs its hooks
         self._made = True

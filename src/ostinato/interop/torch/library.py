@@ -18,7 +18,6 @@ from ostinato.interop.reading.chains import ChainBuilder
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.moves import dense
 from ostinato.interop.reading.objects import Watch
-from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.together import Agreement
 from ostinato.interop.torch import recurrent
 from ostinato.interop.torch.adopting import as_tensor
@@ -28,7 +27,14 @@ from ostinato.interop.torch.plans import ended, require_room
 from ostinato.interop.torch.ranks import heard, messages
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
-from ostinato.interop.torch.watching import ModuleWatch, StepWatch, stateful, steps_of
+from ostinato.interop.torch.watching import (
+    SCRIPTED,
+    ModuleWatch,
+    StepWatch,
+    WholeWatch,
+    stateful,
+    steps_of,
+)
 
 
 def _kept(*names: tuple[str, str]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -51,6 +57,8 @@ def _getters(*names: str) -> tuple[Callable[[], Any], ...]:
 
 
 _requires_grad = operator.attrgetter("requires_grad")
+_unattached = operator.attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Returns what a backward does with a tensor, but for its gradient."""
 
 
 def _learning(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -245,6 +253,10 @@ class Torch:
     plain = PLAIN
     alias = staticmethod(torch.Tensor.detach)
     seeds = _SEEDS
+    whole: Any = None
+    """The graphed module, whose own hooks run around its replays."""
+    hooks_apart = False
+    """True if Python calls the hooks of weights in each backward (`gradients="replay"`)."""
     _of_host: tuple[torch.Generator, ...] = (torch.default_generator,)
     """Generators from which no graph draws."""
 
@@ -275,12 +287,20 @@ class Torch:
     joiner = staticmethod(joiner)
 
     def watch(self, value: object, /) -> Watch | None:
+        if isinstance(value, torch._C.ScriptMethod):
+            raise NotGraphable(SCRIPTED.format("the function"))
         if isinstance(value, torch.nn.Module):
-            return ModuleWatch(value, self._learns)
+            return ModuleWatch(value, self._learns, self.hooks, whole=value is self.whole)
         found = stateful(value)
         if found is None:
             return None
-        return (StepWatch if found in self._steps else StateWatch)(found, self)
+        return (StepWatch if found in self._steps else WholeWatch)(found, self)
+
+    def hooks(self, tensor: torch.Tensor, /) -> list[Any]:
+        if self.hooks_apart or not self._learns():
+            return []
+        held = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+        return [each for each in held if each is not None]
 
     @cached_property
     def _steps(self) -> weakref.WeakKeyDictionary[Any, tuple[str, ...]]:
@@ -377,7 +397,9 @@ class Torch:
     def live(self, *, attached: bool = True) -> Callable[[Any], Hashable] | None:
         if not torch.is_grad_enabled():
             return None
-        return _learning if attached else _requires_grad
+        if attached:
+            return _learning
+        return _requires_grad if self.hooks_apart else _unattached
 
     def wants_gradient(self, result: Any, /) -> bool:
         if not torch.is_grad_enabled():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -14,14 +15,26 @@ from typing import Any
 import torch
 
 from ostinato.interop.reading.guards import Guarded
+from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.objects import Missing, Watch, same, version_of
-from ostinato.interop.reading.places import data_of, forget_methods, methods_of, names_in_method
+from ostinato.interop.reading.places import (
+    data_of,
+    forget_methods,
+    methods_of,
+    names_in_method,
+    own_bases,
+)
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.stored import Description, code_text
 from ostinato.interop.reading.trees import is_plain, plain_token
 from ostinato.interop.torch.trees import PLAIN
 
+SCRIPTED = (
+    "{} is TorchScript (torch.jit.script), which keeps attributes in C++, where no guard reads "
+    "them; give guard=False if none of them changes"
+)
+"""The reason why functions that use TorchScript run eagerly."""
 _STEPS: dict[type, tuple[str, ...]] = {
     torch.optim.Optimizer: ("step",),
     torch.optim.lr_scheduler.LRScheduler: ("step",),
@@ -69,19 +82,24 @@ def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
     classes, which may be replaced."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         names = names_in_method(kind, "forward")
-        for name in [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]:
+        found = [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]
+        if issubclass(kind, torch.fx.GraphModule):  # `recompile` replaces it
+            found.append("forward")
+        for name in found:
             yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
 
 
 _OF_EVERY = frozenset(vars(torch.nn.Module()))
 
 
-def _private_names(kind: type) -> frozenset[str]:
-    """Returns the attributes whose names begin with _ that `forward` reads of modules of a class:
-    they may say whether an adapter is on.  Empty for torch's own classes, which never set any."""
+def _private_names(kind: type, named: Collection[str]) -> frozenset[str]:
+    """Returns the attributes whose names begin with _ that are read of modules of a class: those
+    that `forward` names, since they may say whether an adapter is on, and of the user's classes
+    those `named`.  Empty for torch's own classes, which never set any."""
     if kind.__module__.partition(".")[0] == "torch":
         return frozenset()
-    return names_in_method(kind, "forward") - _OF_EVERY
+    more = named if own_bases(kind) else ()
+    return names_in_method(kind, "forward").union(more) - _OF_EVERY
 
 
 def stateful(value: Any) -> Any:
@@ -104,6 +122,20 @@ def steps_of(value: object, named: Collection[str]) -> tuple[str, ...]:
     if zeroes or not _READING.isdisjoint(named):
         return ()
     return next((names for kind, names in _STEPS.items() if isinstance(value, kind)), ())
+
+
+class WholeWatch(StateWatch):
+    """The whole of an optimiser, a scheduler or a scaler, with the hooks of `Optimizer.step`."""
+
+    def hooks(self) -> Iterator[tuple[str, Any]]:
+        own, every = vars(self.object), vars(sys.modules[torch.optim.Optimizer.__module__])
+        for when in ("pre", "post"):
+            for held in (
+                own.get(f"_optimizer_step_{when}_hooks"),
+                every.get(f"_global_optimizer_{when}_hooks"),
+            ):
+                if held is not None:
+                    yield "hooks", held
 
 
 class StepWatch(StateWatch):
@@ -162,11 +194,20 @@ class ModuleWatch(Watch):
     and attributes.  Attributes are plain values, tensors, and others (`others`); those whose names
     begin with _ count only if `forward` names them.
 
-    `learns`: tells whether gradients may be computed, which hooks of the backward change."""
+    `learns`: tells whether gradients may be computed, which hooks of the backward change.
+    `hooks_of`: as `WatchingLibrary.hooks`.  `whole`: the hooks of the module itself run elsewhere.
+    """
 
-    def __init__(self, module: torch.nn.Module, learns: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        learns: Callable[[], bool],
+        hooks_of: Callable[[torch.Tensor], Iterable[Any]],
+        *,
+        whole: bool,
+    ) -> None:
         self._module = weakref.ref(module)  # the caller keeps the module alive
-        self._learns = learns
+        self._learns, self._hooks_of, self._whole = learns, hooks_of, whole
         self._of_kinds: list[tuple[_Attribute, Any]] = []
         """The attributes of classes that the watch reads, with their values."""
         self._find()
@@ -175,8 +216,12 @@ class ModuleWatch(Watch):
         """Finds the places to read, and the version of the content (`version_of`)."""
         if any(_value(each) is not value for each, value in self._of_kinds):
             forget_methods()
+        self._read_for = len(self.named)
         named = dict(self._module().named_modules())  # type: ignore[union-attr]
         modules = [*named.values()]
+        for path, module in named.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise NotGraphable(SCRIPTED.format(path or "a module that it uses"))
         places = {id(module): place for place, module in enumerate(modules)}
         self._inside = [m._modules for m in modules if m._modules]
         self._children = [*_all(map(_values, self._inside))]
@@ -196,7 +241,7 @@ class ModuleWatch(Watch):
         """Tensors that are neither parameters nor buffers."""
         self._others: list[_Attribute] = []
         for (path, module), held in zip(named.items(), self._held, strict=True):
-            names, read = [], _private_names(type(module))
+            names, read = [], _private_names(type(module), self.named)
             for name, value in held.items():
                 if name.startswith("_") and name not in read:
                     continue
@@ -257,6 +302,8 @@ class ModuleWatch(Watch):
         children = same([*_all(map(_values, self._inside))], self._children)
         if not children or [*map(len, self._sized)] != self._lengths:
             return False
+        if len(self.named) != self._read_for:
+            return False
         if self._filled_now() != self._filled:
             return False
         if type(self._module()) is not self._kind or [*map(type, self._children)] != self._kinds:
@@ -273,8 +320,11 @@ class ModuleWatch(Watch):
         if not self._as_before():
             self._find()
         tokens.append((ModuleWatch, self._version))
-        arrays += [t for t in _all(map(_values, self._tensors)) if t is not None]
-        arrays += map(_value, self._loose)
+        arrays += self._arrays()
+
+    def _arrays(self) -> list[Any]:
+        found = [t for t in _all(map(_values, self._tensors)) if t is not None]
+        return [*found, *map(_value, self._loose)]
 
     def others(self) -> Iterator[tuple[str, Any]]:
         """Yields attributes that are neither tensors nor plain values, each object once."""
@@ -283,6 +333,16 @@ class ModuleWatch(Watch):
             if id(value) not in met:
                 met.add(id(value))
                 yield each.path, value
+
+    def hooks(self) -> Iterator[tuple[str, Any]]:
+        learns = self._learns()
+        for at, held in enumerate(self._hooks):
+            own = self._whole and at // len(HOOKS) == 1  # after those of all modules
+            if held and not own and (learns or at % len(HOOKS) < _OF_FORWARD):
+                yield "hooks", held
+        for tensor in self._arrays() if learns else ():
+            for held in self._hooks_of(tensor):
+                yield "hooks", held
 
     def methods(self) -> Iterator[tuple[type, str]]:
         module: Any = self._module()
