@@ -248,13 +248,14 @@ def _packed(config: LlamaConfig, kind: str) -> Iterator[tuple[int, CudaLaunch]]:
 def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
     """Of one rank of several, for one row and for several."""
     part = sharding.part
-    for rows in (1, 16):
-        cut = Lowering(part, rows, default_tuning(part, rows=rows, context=2048))
+    for rows, warpgroups in ((1, False), (16, False), (32, True), (64, True)):
+        has: Any = {"clusters": warpgroups, "warpgroups": warpgroups}
+        cut = Lowering(part, rows, default_tuning(part, rows=rows, context=2048, **has))
         for whole_logits in (False, True):
             program = shard_program(decode_program(part), sharding, whole_logits=whole_logits)
-            if rows == 1:
+            if rows * part.hidden // 2 <= exchange.sum_slots(sharding.size):
                 program = (*program, *exchanging_products(program, sharding))
-            else:
+            if rows == 16:
                 for scattered in (False, True):
                     how = exchange.Layout(sharding.size, 512).sum_of(1024, scattered=scattered)
                     program = (*program, *carrying_sums(program, sharding, how))

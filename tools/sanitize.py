@@ -125,6 +125,7 @@ LEFT_OUT = {
     _GPU + "test_graphed_generate_gpu.py": "whole models of another library",
     _GPU + "test_accelerate_gpu.py": "the kernels that the decoder's tests run, under transformers",
     _GPU + "test_tensor_parallel_gpu.py": "processes on several GPUs, which wait for each other",
+    _GPU + "test_rank_products.py": "kernels of two ranks on one GPU, which wait for each other",
     _GPU + "test_samples_gpu.py": "what the samples of the docs launch other tests launch",
     "tests/models/test_served_answers.py": "batches that the decoder's tests run",
     "tests/step/test_load.py": "a hundred thousand requests by kernels that other tests run",

@@ -443,6 +443,14 @@ def from_panels(values: np.ndarray, *, bricks: bool) -> np.ndarray:
     return chunks[:, row, swapped].transpose(1, 0, 2, 3).reshape(rows, width)
 
 
+def to_panels(values: np.ndarray) -> np.ndarray:
+    """Returns panels for warpgroups: the inverse of `from_panels`."""
+    rows, width = values.shape
+    chunks = values.reshape(rows, width // 64, 8, 8).transpose(1, 0, 2, 3)
+    row, chunk = np.ogrid[:rows, :8]
+    return chunks[:, row, chunk ^ row % 8].reshape(rows, width)
+
+
 # ------------------------------------------------------------------------------------------- cases
 
 

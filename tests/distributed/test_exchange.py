@@ -435,6 +435,9 @@ def test_a_sum_is_computed_in_parts_where_that_sends_fewer_bytes() -> None:
             how = made.exchanged_sum(nbytes // 4)
             assert how is not None and how.scattered == made.scatters(nbytes)
             assert how.blocks <= 528 and how.words >= 256 * how.blocks
+            by_products = group.size <= 4 or nbytes <= 64 << 10
+            assert (made.sums(nbytes // 4) is not None) == by_products
+        assert made.sums(3) is None  # no whole pairs
         return [made.scatters(nbytes) for nbytes in sizes]
 
     found = {size: on_ranks(size, work)[0] for size in (2, 4, 8)}

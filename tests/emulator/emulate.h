@@ -514,16 +514,28 @@ inline void send_words(unsigned long long* p, unsigned long long one, unsigned l
     __atomic_store_n(p, one, __ATOMIC_RELAXED);
     __atomic_store_n(p + 1, other, __ATOMIC_RELAXED);
 }
-inline void receive_words(const unsigned long long* p, unsigned long long& one,
-                          unsigned long long& other) {
-    check_aligned(p, 16);
-    emulated::progress++;  // to wait for another rank is no standstill of this one
-    emulated::yield();
+namespace emulated {
+inline void wait_for_ranks() {
+    progress++;  // to wait for another rank is no standstill of this one
+    yield();
     // Now and then a thread is late, so that other ranks get as far ahead as they can.
     static PER_THREAD unsigned turns = 0;
     if (++turns % 257 == 0) usleep(300);
+}
+}  // namespace emulated
+inline void receive_words(const unsigned long long* p, unsigned long long& one,
+                          unsigned long long& other) {
+    check_aligned(p, 16);
+    emulated::wait_for_ranks();
     one = __atomic_load_n(p, __ATOMIC_RELAXED);
     other = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
+}
+inline void send_word(unsigned long long* p, unsigned long long word) {
+    __atomic_store_n(p, word, __ATOMIC_RELAXED);
+}
+inline unsigned long long receive_word(const unsigned long long* p) {
+    emulated::wait_for_ranks();
+    return __atomic_load_n(p, __ATOMIC_RELAXED);
 }
 inline unsigned told_by_host(const unsigned* p) {
     sched_yield();

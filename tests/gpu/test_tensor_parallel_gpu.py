@@ -18,6 +18,7 @@ from ostinato.distributed.nccl import load_nccl
 from ostinato.errors import NotAvailableError
 from ostinato.models import Decoder
 from tests.cli import commands
+from tests.distributed.products_program import CUTS
 from tests.distributed.starting import (
     MOMENTS,
     finish,
@@ -98,6 +99,18 @@ def test_exchanges_in_peer_memory() -> None:
     found = [finish(process) for process in started]
     assert [code for code, _, _ in found] == [0, 1], found
     assert json.loads(found[0][1])["lost"] == "rank 1 raised ValueError: over"
+
+
+def test_products_of_several_rows_add_the_sums_of_both() -> None:
+    """`products_program`: the same results on both, and NumPy's."""
+    group = new_group_id(2, deadline=60)
+    started = [
+        start(str(rank), group, program="products_program.py", group=f"{rank}/2/{group}")
+        for rank in range(2)
+    ]
+    found = [finish(process) for process in started]
+    assert [code for code, _, _ in found] == [0, 0], found
+    assert found[0][1] == found[1][1] and set(json.loads(found[0][1])) == set(CUTS)
 
 
 QUICK = {"kill": "loop", "stop": "between", "raise": "prompt"}

@@ -230,6 +230,30 @@ def test_products_exchange_sums_only_where_their_shared_memory_fits() -> None:
         assert kc.Lowering(config, 1, tuning, multiprocessors=32).exchanges_sums() == exchanges
 
 
+def test_products_of_several_rows_exchange_sums_only_where_all_clusters_are_resident() -> None:
+    """Clusters of eight blocks are halved; two multiprocessors hold a cluster of four, of 98 KiB a
+    block, if each has room for two blocks."""
+    config = config_of(16, 4, 64, hidden=2048, inner=4096, vocabulary=64128)
+    given: Any = {"clusters": True, "warpgroups": True}
+    tuning = shapes.default_tuning(config, rows=32, **given)
+    assert tuning.down.cluster == 8  # type: ignore[union-attr]
+    wide = replace(tuning.down, blocks_k=4, cluster=4, ring=8)  # type: ignore[call-arg]
+    whole = replace(tuning.down, blocks_k=1, cluster=1)  # type: ignore[call-arg]
+    for multiprocessors, down, exchanges in (
+        (132, tuning.down, True),
+        (132, wide, False),
+        (64, tuning.down, True),
+        (62, tuning.down, False),
+        (132, whole, False),
+    ):
+        cut = replace(tuning, down=down)
+        lowering = kc.Lowering(config, 32, cut, multiprocessors=multiprocessors)
+        launch = lowering.launch_config("rounded_down_of_ranks", programmatic=False)
+        clusters = ((4, 1, 1), (4, 32, 1)) if down is not whole else (None, (32, 1, 1))
+        assert (launch.cluster, launch.grid) == clusters
+        assert lowering.exchanges_sums() == exchanges
+
+
 def test_a_large_model_keeps_three_launches() -> None:
     for name in ("llama-3.1-8b",):
         assert in_clusters(SHAPES[name]).block is None

@@ -9,8 +9,9 @@ lock and no signal from the host.
 A sum goes to every rank whole, or, where that sends many more bytes, in parts: each rank adds a
 part and sends the result to the others (`ExchangeCollectives.scatters`).  Both give the same bits.
 
-Words of 8 bytes have 4 of value, which is the fastest way for few of them.  Kernels whose values
-lie in the windows (`room`) read and write those of other ranks without words, between two meetings.
+Words of 8 bytes have 4 of value, which is the fastest way for few of them; those of sums that
+products make themselves (`sums`) have two values.  Kernels whose values lie in the windows (`room`)
+read and write those of other ranks without words, between two meetings.
 
 Messages above the windows' limits, and broadcasts, use the backend that always works (NCCL, on the
 host the group's channel).  All ranks decide this alike, by bytes.
@@ -73,10 +74,8 @@ HOP_BYTES = 224 << 10
 H200s; docs/scale.md)."""
 _PAGE = 2 << 20
 _ALIGNED = 1024
-_SUM_SLOTS = 16384  # most values of a sum that kernels exchange themselves
+_LEAST_SLOTS = 8192  # a row of 16,384 values
 _SUM_TABLE = 32
-SUMS_MACROS = {"SUM_SLOTS": _SUM_SLOTS, "SUM_TABLE": _SUM_TABLE}
-"""The layout of `ExchangeCollectives.sums`, for kernels that exchange sums themselves."""
 _ACCUMULATE = "order: *u32, target: *f32, partial: *f32, table: *const u64, count: u32, rank: u32"
 _REDUCE = _ACCUMULATE.replace("target: *f32, partial: *f32", "source: *const f32, out: *out f32")
 _SIGNATURES = {
@@ -86,6 +85,20 @@ _SIGNATURES = {
         "count: u32", "count: u32, width: u32"
     ),
 }
+
+
+def sum_slots(size: int) -> int:
+    """Returns the most pairs of values that kernels exchange themselves: where sums in parts would
+    send fewer bytes, no more than a rank sends in the time of a second exchange."""
+    if size <= 4:  # whole, a rank sends size - 1 times the bytes, in parts 4 (size - 1) / size
+        return LARGEST_SUM // 8
+    most = HOP_BYTES * size // ((size - 1) * (size - 4) * 8)
+    return min(LARGEST_SUM // 8, max(_LEAST_SLOTS, most // 64 * 64))
+
+
+def sums_macros(size: int) -> dict[str, int]:
+    """Returns the macros of `ExchangeCollectives.sums`, for kernels that exchange sums."""
+    return {"SUM_SLOTS": sum_slots(size), "SUM_TABLE": _SUM_TABLE}
 
 
 def limit_for(size: int) -> int:
@@ -121,7 +134,8 @@ class Layout:
     @property
     def sums_words(self) -> int:
         """Words of 8 bytes in that part."""
-        return _SUM_TABLE + _SUM_SLOTS // 4 + 2 * self.ranks * _SUM_SLOTS
+        slots = sum_slots(self.ranks)
+        return _SUM_TABLE + slots // 2 + 2 * self.ranks * slots
 
     @property
     def shared(self) -> int:
@@ -397,7 +411,8 @@ class ExchangeCollectives(Collectives):
         return operations
 
     def sums(self, count: int) -> Buffer | None:
-        return self._sums if count <= _SUM_SLOTS and self._fits(4 * count) else None
+        fits = count % 2 == 0 and count // 2 <= sum_slots(self.layout.ranks)
+        return self._sums if fits and self._sums_fit(4 * count) else None
 
     def exchanged_sum(self, count: int) -> ExchangedSum | None:
         if not self._sums_fit(4 * count):

@@ -99,7 +99,8 @@ class Ranks:
         shared: bool,
     ) -> tuple[KernelCall | BoundCall, ...]:
         """Returns the program with its collectives bound to the group.  `by_products`: the kernels
-        of products compute the sums over all ranks themselves.  `carried`: the kernels of sums
+        of products compute the sums over all ranks themselves, where these are small enough
+        (`Collectives.sums`).  `carried`: the kernels of sums
         write the inputs of the next product, where sums of these rows are in the ranks' memory;
         `shared`: in the buffers of `shared`, where there are some."""
         exchanged = None
@@ -107,7 +108,7 @@ class Ranks:
             exchanged = self.collectives.shared_sum()
         elif carried:
             exchanged = self.collectives.exchanged_sum(rows * self.sharding.whole.hidden)
-        if by_products:
+        if by_products and self.collectives.sums(rows * self.sharding.whole.hidden) is not None:
             program = exchanging_products(program, self.sharding)
         elif exchanged is not None:
             program = carrying_sums(program, self.sharding, exchanged, shared=shared)

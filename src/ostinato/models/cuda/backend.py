@@ -236,6 +236,9 @@ class CudaBackend:
         return convert_on_device(self._device, checkpoint, tensors)
 
     def exchanges_sums(self, model: DeviceModel, rows: int) -> bool:
+        """False if the library computes the products."""
+        if self._multiplies(model, rows):
+            return False
         config, count = model.config, self._properties.multiprocessors
         apart = shapes.without_block(self._tuning(model, rows), config, multiprocessors=count)
         return Lowering(config, rows, apart, model.formats, count).exchanges_sums()

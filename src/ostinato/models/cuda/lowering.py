@@ -30,6 +30,7 @@ give the same bits: sums have a fixed order.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -48,6 +49,8 @@ from ostinato.models.cuda.shapes import (
     MAX_ROWS,
     PRODUCT_CALLS,
     ROUNDED_CALLS,
+    STATIC_SHARED,
+    WARPGROUP_SHARED,
     AttentionShape,
     BlockShape,
     MatrixShape,
@@ -92,11 +95,16 @@ _Packing: TypeAlias = Packing | None
 """The packing of a matrix; None for bfloat16."""
 _RESIDENT_THREADS = 1024  # leaves 64 registers for each thread
 _RESIDENT_BLOCKS = 16  # of a multiprocessor of compute capability 8.6, the fewest of all
+_MOST_OF_RANKS = 4  # blocks of a cluster whose product adds the sums of all ranks
+ROUNDED_OF_RANKS = {call: f"rounded_{call}" for call in OF_RANKS.values()}
+"""The kernels for several rows, with rounded inputs, that replace each of `OF_RANKS`."""
 _OF_ONE = {call: product for product, call in OF_RANKS.items()}
+_OF_ONE |= {ROUNDED_OF_RANKS[call]: ROUNDED_CALLS[product] for call, product in _OF_ONE.items()}
+"""The kernels of products with a sum over ranks, each with the kernel of the product alone."""
 _OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()}
 _FILES = {
-    **dict.fromkeys(_OF_ROUNDED, "rounded"),
     **dict.fromkeys((*PRODUCT_CALLS, *_OF_ONE), "matvec"),
+    **dict.fromkeys((*_OF_ROUNDED, *ROUNDED_OF_RANKS.values()), "rounded"),
     **dict.fromkeys(("best_of_part", "best_of_ranks"), "shard"),
     "sample_of_ranks": "sample",
     CARRYING_SUM: "residual",
@@ -172,6 +180,11 @@ ROUNDED_SIGNATURES = {
     "rounded_output": f"{_ROUNDED}x: *f32, {_CARRIED}, width: u32",
     "rounded_gate_up": f"{_ROUNDED}out: *out bf16, {_SCALED}, width: u32, epsilon: f32",
     "rounded_down": f"{_ROUNDED}x: *f32, {_CARRIED}, width: u32",
+    **dict.fromkeys(
+        ROUNDED_OF_RANKS.values(),
+        f"{_ROUNDED}x: *f32, {_CARRIED.replace(_COUNTS, 'sums: *u64, ' + _COUNTS)}, "
+        "width: u32, rank: u32",
+    ),
     "rounded_head": f"{_LIVE}rounded: *const bf16, weight: *const bf16, logits: *f32, {_SCALED}, "
     "vocabulary: u32, epsilon: f32",
 }
@@ -180,7 +193,7 @@ ROUNDED_IN, ROUNDED_INNER = BufferArgument("product_in"), BufferArgument("produc
 """Inputs of products in bfloat16: the attention's result ("output"), the MLP's inner ("down")."""
 CARRIED, SQUARES = BufferArgument("product_next"), BufferArgument("product_squares")
 """The residual times the next norm's weights, and its sums of squares (linear.cuh)."""
-_CARRYING = ("rounded_output", "rounded_down", CARRYING_SUM)
+_CARRYING = ("rounded_output", "rounded_down", *ROUNDED_OF_RANKS.values(), CARRYING_SUM)
 ROW_THREADS = 128
 """Threads of the blocks in pieces.cu that compute a part of a row."""
 _MAX_NORM_THREADS = 512
@@ -434,6 +447,15 @@ class Lowering:
             shared=self.tuning.shared,
         )
 
+    def shape_of(self, kernel: str, packing: _Packing = None) -> Shape | PackedShape:
+        """Returns the shape of a kernel's product.  One that also sums over ranks has clusters of
+        at most four blocks, which fit two multiprocessors that have room for two blocks each."""
+        shape = self.shape(PRODUCTS_OF[_OF_ONE.get(kernel, kernel)], packing)
+        if not isinstance(shape, MatrixShape) or kernel not in ROUNDED_OF_RANKS.values():
+            return shape
+        few = min(shape.cluster, _MOST_OF_RANKS)
+        return replace(shape, blocks_k=few, cluster=few) if shape.cluster > 1 else shape
+
     def blocks(self, name: str, packing: _Packing = None) -> int:
         """Returns the number of blocks that divide the outputs of a product."""
         each = self.shape(name, packing).block_pairs
@@ -477,11 +499,16 @@ class Lowering:
             return {f"{prefix}_{name.upper()}": value for name, value in asdict(record).items()}
 
         if kernel in _OF_ONE:
-            from ostinato.distributed.exchange import SUMS_MACROS
+            from ostinato.distributed.exchange import sums_macros
 
-            template = "Shape" if packing is None else "PackedShape"
-            found = shape | self._product_macros(template, PRODUCT_CALLS[_OF_ONE[kernel]], packing)
-            found |= SUMS_MACROS | {"RANKS": given["ranks"]}
+            packed = "PackedMatrixShape" if self.tuning.tiles else "PackedShape"
+            template = "Shape" if packing is None else packed
+            name = PRODUCTS_OF[_OF_ONE[kernel]]
+            cut = self.shape_of(kernel, packing)
+            found = shape | self._product_macros(template, name, packing, cut)
+            ranks = given["ranks"]
+            assert isinstance(ranks, int)
+            found |= {**sums_macros(ranks), "RANKS": ranks}
             found["RESIDENT_BLOCKS"] = self.resident(kernel, packing)
         elif kernel in PRODUCTS_OF:
             found = dict(shape)
@@ -547,15 +574,22 @@ class Lowering:
         return {name: str(value) for name, value in found.items()}
 
     def _product_macros(
-        self, template: str, name: str, packing: _Packing = None
+        self,
+        template: str,
+        name: str,
+        packing: _Packing = None,
+        cut: Shape | PackedShape | None = None,
     ) -> dict[str, object]:
-        cut = _shape_type(template, self.shape(name, packing), packing or ())
-        found = {shape_macro(name): cut, prefetch_macro(name): self.prefetched(name)}
+        cut = cut or self.shape(name, packing)
+        found: dict[str, object] = {
+            shape_macro(name): _shape_type(template, cut, packing or ()),
+            prefetch_macro(name): self.prefetched(name),
+        }
         return found if packing is None else found | {"PACKED": 1}
 
     def arch(self, kernel: str, packing: _Packing) -> str | None:
         """Returns the architecture to compile a kernel for; None for the device's own."""
-        if kernel in _OF_ROUNDED and packing is None:
+        if _OF_ONE.get(kernel, kernel) in _OF_ROUNDED and packing is None:
             return "sm_90a" if self.panels == _WARPGROUP_PANELS else None
         return None
 
@@ -602,9 +636,15 @@ class Lowering:
         return self.tuning.start_next.get(_OF_ONE.get(kernel, kernel), "AFTER_WAIT")
 
     def resident(self, kernel: str, packing: _Packing = None) -> int:
-        """Returns the blocks of a multiprocessor if all of a product's blocks run at once."""
-        blocks = self.blocks(PRODUCT_CALLS[_OF_ONE[kernel]], packing)
-        return -(-blocks // self.multiprocessors)
+        """Returns the blocks of a multiprocessor if all of a product's blocks run at once.  Two
+        multiprocessors together hold whole clusters: which others share clusters is not known."""
+        config = self.launch_config(kernel, packing, programmatic=False)
+        blocks = math.prod(config.grid)
+        if config.cluster is None:
+            return -(-blocks // self.multiprocessors)
+        size = config.cluster[0]
+        clusters = -(-blocks // size // max(1, self.multiprocessors // 2))
+        return -(-clusters * size // 2)
 
     def launches(
         self, calls: Sequence[KernelCall], after: str | None = None, before: object = None
@@ -627,20 +667,23 @@ class Lowering:
         if call.kernel == CARRYING_SUM:
             arguments = tuple((given | carried).items())
             return [self.launch([replace(call, arguments=arguments)], after=after)]
-        kernel = ROUNDED_CALLS.get(call.kernel)
+        kernel = (ROUNDED_CALLS | ROUNDED_OF_RANKS).get(call.kernel)
         if kernel is None or not self.tuning.tiles:
             return [self.launch(calls, after=after)]
         made: list[CudaLaunch] = []
         given["later"] = ABSENT
         if kernel in _CARRYING:
-            given["rounded"] = ROUNDED_IN if kernel == "rounded_output" else ROUNDED_INNER
-            given |= carried
+            of_output = PRODUCTS_OF[_OF_ONE.get(kernel, kernel)] == "output"
+            given["rounded"] = ROUNDED_IN if of_output else ROUNDED_INNER
+            given |= {"workspace": BufferArgument("workspace"), **carried}
         else:
             given |= {"rounded": CARRIED, "squares": SQUARES, "out": ROUNDED_INNER}
             if after not in _CARRYING:
                 half = int(kernel != "rounded_gate_up")
                 made.append(self.norm({**given, "out": CARRIED, "half": half}))
         names = parameter_names(ROUNDED_SIGNATURES[kernel])
+        if "ranks" in given:  # no parameter, but a macro
+            names = (*names, "ranks")
         product = KernelCall(kernel, tuple((name, given[name]) for name in names))
         return [*made, self.launch([product], after=made[0].kernel if made else after)]
 
@@ -743,12 +786,11 @@ class Lowering:
     ) -> LaunchConfig:
         """Returns the shape of a launch.  `given`: the call's arguments, for a sum over ranks."""
         c = self.config
-        kernel = _OF_ONE.get(kernel, kernel)
         grid: tuple[int, int, int] = (self.rows, 1, 1)
         shared, cluster = 0, 1  # blocks of a cluster, along x
-        if kernel in PRODUCTS_OF:
-            name = PRODUCTS_OF[kernel]
-            shape, blocks = self.shape(name, packing), self.blocks(name, packing)
+        if _OF_ONE.get(kernel, kernel) in PRODUCTS_OF:
+            name = PRODUCTS_OF[_OF_ONE.get(kernel, kernel)]
+            shape, blocks = self.shape_of(kernel, packing), self.blocks(name, packing)
             if isinstance(shape, MatrixShape):
                 cluster = shape.cluster
                 grid = (shape.blocks_k, blocks, 1) if cluster > 1 else (blocks, shape.blocks_k, 1)
@@ -800,19 +842,23 @@ class Lowering:
                 yield self.products[name], self.shape(name, packing)
 
     def exchanges_sums(self) -> bool:
-        """True if kernels of products of one row can compute the sums over ranks: all blocks must
-        be resident at once, since each waits for the same block of other ranks."""
-        if self.tuning.tiles:
-            return False
-        most = self.tuning.shared
+        """True if kernels of products can compute the sums over ranks: all blocks must be resident
+        at once, since each waits for the same block of other ranks, and not every lane of one has
+        sums of all rows (`whole_sums`)."""
+        tiles = self.tuning.tiles
+        most = WARPGROUP_SHARED if tiles and self.tuning.warpgroups else self.tuning.shared
         for call in decode_program(self.config):
             if call.kernel in OF_RANKS:
-                packing = self.packing(call)
-                config = self.launch_config(call.kernel, packing, programmatic=False)
-                held = self.resident(OF_RANKS[call.kernel], packing)
+                packing, kernel = self.packing(call), OF_RANKS[call.kernel]
+                kernel = ROUNDED_OF_RANKS[kernel] if tiles else kernel
+                shape = self.shape_of(kernel, packing)
+                if isinstance(shape, MatrixShape) and shape.whole_sums:
+                    return False
+                config = self.launch_config(kernel, packing, programmatic=False)
+                held = self.resident(kernel, packing)
                 if held > _RESIDENT_BLOCKS or held * config.block[0] > _RESIDENT_THREADS:
                     return False
-                if held * (config.shared + 1024) > most:
+                if held * (config.shared + (STATIC_SHARED if tiles else 0) + 1024) > most:
                     return False
         return True
 

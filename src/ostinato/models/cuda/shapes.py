@@ -55,6 +55,8 @@ MAX_TURNS = 1 << 14
 """The most turns of a block of matvec.cu."""
 MAX_WARPGROUP_SHARED = 216 * 1024
 """The most bytes of dynamic shared memory of a block with warpgroups."""
+WARPGROUP_SHARED = 228 * 1024
+"""Bytes of shared memory of a multiprocessor with warpgroups."""
 _MORE_THAN_HALF = 116 * 1024
 """Bytes of shared memory that no multiprocessor has for two blocks at once."""
 _HALF = 108 * 1024

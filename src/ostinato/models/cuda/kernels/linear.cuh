@@ -205,17 +205,55 @@ template <int WIDTH> struct ResidualProduct {
 #ifdef SUM_SLOTS
 #include "words.cuh"
 
-// Like ResidualProduct, for a rank that has a part of the inputs; adds the sums of all ranks.  `finish`
-// stores this rank's sums into every rank's window, and `receive` waits for the others' sums
-// (distributed/kernels).  `sums` is this product's part of a window, initially zero:
+// Sums over ranks of the pairs that a kernel computes (distributed/kernels).  Each rank stores its pairs into
+// every rank's window, and waits for the others' pairs.  A pair of a row has a slot.  `sums` is this product's
+// part of a window, initially zero:
 //
 //     table     the addresses of every rank's `sums`, then of `lost`        SUM_TABLE words of 8 bytes
-//     epochs    the number of exchanges of each pair                        [SUM_SLOTS / 2], 4 bytes
-//     words     [epoch % 2][rank][SUM_SLOTS]
+//     epochs    the number of exchanges of each slot                        [SUM_SLOTS], 4 bytes
+//     words     of two values, [epoch % 2][rank][SUM_SLOTS]                 8 bytes
 //
-// Two halves are enough for each pair, as in exchange.cu: a rank that sends epoch e has received all words
-// of e - 1, whose senders had read those of e - 2.  So different grids may make a pair's exchanges.
-// All blocks must be resident at once, on all ranks.  `receive` comes after all `finish` of a block.
+// Two halves are enough for each slot, as in exchange.cu: a rank that sends epoch e has received all words
+// of e - 1, whose senders had read those of e - 2.  So different grids may make a slot's exchanges.
+// All blocks must be resident at once, on all ranks, and a block waits only after it has sent all of its pairs.
+struct SumsOfRanks {
+    u64* sums;
+    u32 rank;
+    u64* windows[RANKS];
+
+    // May run before the wait: the table never changes.
+    DEVICE SumsOfRanks(u64* sums, u32 rank) : sums(sums), rank(rank) {
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(sums[r]);
+    }
+    DEVICE static int slot(int index, int pair) { return index * (HIDDEN / 2) + pair; }
+    DEVICE u32* counter(int slot) const { return reinterpret_cast<u32*>(sums + SUM_TABLE) + slot; }
+    // The epoch of a slot's exchange that begins now.
+    DEVICE u32 epoch_of(int slot) const { return load_fresh(counter(slot)) + 1; }
+    // The address of a slot's word of rank 0 in a rank's window.
+    DEVICE static u64* word_at(u64* window, int slot, u32 epoch) {
+        return window + SUM_TABLE + SUM_SLOTS / 2 + static_cast<u64>(epoch & 1) * RANKS * SUM_SLOTS + slot;
+    }
+    // Sends a pair to all ranks but `known`.
+    DEVICE void send(int slot, u32 epoch, float2 pair, u32 known) const {
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+            if (r != known)
+                send_word(word_at(windows[r], slot, epoch) + rank * SUM_SLOTS, pair_word(pair, epoch));
+    }
+    // Replaces pairs by their sums over all ranks; see `sum_pairs_of_ranks`.  Slots below 0 have no pair.
+    template <int COUNT>
+    DEVICE void receive(float2 (&pairs)[COUNT], const int (&slots)[COUNT], const u32 (&epochs)[COUNT],
+                        u32 known) const {
+        const u64* from[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) from[i] = slots[i] < 0 ? nullptr : word_at(sums, slots[i], epochs[i]);
+        sum_pairs_of_ranks(pairs, known, from, SUM_SLOTS, epochs, reinterpret_cast<const u32*>(sums[RANKS]));
+    }
+};
+
+// Like ResidualProduct, for a rank that has a part of the inputs; adds the sums of all ranks.  `finish` sends this
+// rank's sums, and `receive`, which comes after all `finish` of a block, waits for the others'.
 template <int WIDTH> struct ResidualOfRanks {
     static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
     static constexpr bool NORMED = false;
@@ -226,42 +264,27 @@ template <int WIDTH> struct ResidualOfRanks {
     const Weight* weight;
     const float* input;
     float* x;
-    u64* sums;
-    u32 rank;
-    u64* windows[RANKS];
+    SumsOfRanks ranks;
     const float* norm = nullptr;
     float epsilon = 0.0f;
 
-    // May run before the wait: the table never changes.
     DEVICE ResidualOfRanks(const Weight* weight, const float* input, float* x, u64* sums, u32 rank)
-        : weight(weight), input(input), x(x), sums(sums), rank(rank) {
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++) windows[r] = reinterpret_cast<u64*>(sums[r]);
-    }
+        : weight(weight), input(input), x(x), ranks(sums, rank) {}
     DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
-    DEVICE u32* epoch_of(int pair) const { return reinterpret_cast<u32*>(sums + SUM_TABLE) + pair; }
-    // The address of a pair's first words, those of rank 0, in a rank's window.
-    DEVICE static u64* words_of(u64* window, int pair, u32 epoch) {
-        return window + SUM_TABLE + SUM_SLOTS / 4 + static_cast<u64>(epoch & 1) * RANKS * SUM_SLOTS +
-               2 * pair;
-    }
-    DEVICE u32 prepare(const Row&, int, int pair) const { return load_fresh(epoch_of(pair)) + 1; }
+    DEVICE u32 prepare(const Row&, int, int pair) const { return ranks.epoch_of(pair); }
     DEVICE u64 finish(const Row&, int, int pair, float a, float b, u32 epoch) const {
-        const u64 one = word_of(__float_as_uint(a), epoch), other = word_of(__float_as_uint(b), epoch);
-#pragma unroll
-        for (u32 r = 0; r < RANKS; r++)
-            send_words(words_of(windows[r], pair, epoch) + rank * SUM_SLOTS, one, other);
+        ranks.send(pair, epoch, make_float2(a, b), RANKS);
         return 0;
     }
     DEVICE void receive(int pair) const {
         const float2 old = load_fresh(reinterpret_cast<const float2*>(x) + pair);
-        const u32 epoch = load_fresh(epoch_of(pair)) + 1;
-        u32 values[RANKS][2];
-        receive_from_ranks(values, RANKS, 0, 0, words_of(sums, pair, epoch), SUM_SLOTS, epoch,
-                           reinterpret_cast<const u32*>(sums[RANKS]));
-        reinterpret_cast<float2*>(x)[pair] = make_float2(__fadd_rn(old.x, sum_of_ranks(values, 0)),
-                                                         __fadd_rn(old.y, sum_of_ranks(values, 1)));
-        *epoch_of(pair) = epoch;
+        const int slots[1] = {pair};
+        const u32 epochs[1] = {ranks.epoch_of(pair)};
+        float2 total[1] = {};
+        ranks.receive(total, slots, epochs, RANKS);
+        reinterpret_cast<float2*>(x)[pair] =
+            make_float2(__fadd_rn(old.x, total[0].x), __fadd_rn(old.y, total[0].y));
+        *ranks.counter(pair) = epochs[0];
     }
 };
 #endif

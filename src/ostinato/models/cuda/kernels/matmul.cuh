@@ -92,6 +92,43 @@ template <int WIDTH, int HALF> struct CarriedResidual : ResidualProduct<WIDTH> {
     }
 };
 
+#ifdef SUM_SLOTS
+// Like CarriedResidual, for a rank that has a part of the inputs; adds the sums of all ranks.  `send` sends this
+// rank's sums, `receive` replaces them by those of all ranks, and `finish` gets these.
+template <int WIDTH, int HALF> struct CarriedOfRanks : CarriedResidual<WIDTH, HALF> {
+    static constexpr bool EXCHANGES = true;
+    SumsOfRanks ranks;
+
+    struct Prepared {
+        float4 old;
+        u32 epoch;
+    };
+    DEVICE Prepared prepare(const Row& row, int index, int pair) const {
+        return {CarriedResidual<WIDTH, HALF>::prepare(row, index, pair), ranks.epoch_of(ranks.slot(index, pair))};
+    }
+    DEVICE void send(int index, int pair, float2 sums, const Prepared& prepared) const {
+        ranks.send(ranks.slot(index, pair), prepared.epoch, sums, ranks.rank);
+    }
+    // Indices below 0 have no sums.
+    template <int COUNT>
+    DEVICE void receive(float2 (&sums)[COUNT], const int (&indices)[COUNT], const int (&pairs)[COUNT],
+                        const Prepared (&prepared)[COUNT]) const {
+        int slots[COUNT];
+        u32 epochs[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            slots[i] = indices[i] < 0 ? -1 : ranks.slot(indices[i], pairs[i]);
+            epochs[i] = prepared[i].epoch;
+        }
+        ranks.receive(sums, slots, epochs, ranks.rank);
+    }
+    DEVICE u64 finish(const Row& row, int index, int pair, float a, float b, const Prepared& prepared) const {
+        *ranks.counter(ranks.slot(index, pair)) = prepared.epoch;
+        return CarriedResidual<WIDTH, HALF>::finish(row, index, pair, a, b, prepared.old);
+    }
+};
+#endif
+
 // Properties of a product: FILLS, SCALED (by the norm's factor), CARRIES (writes the next product's inputs).
 template <class P> struct Rounded;
 template <class P, bool FILLS_, int HALF> struct Rounded<OfRounded<P, FILLS_, HALF>> {
@@ -101,6 +138,11 @@ template <int WIDTH, int TO, bool FILLS_, int HALF>
 struct Rounded<OfRounded<CarriedResidual<WIDTH, TO>, FILLS_, HALF>> {
     static constexpr bool FILLS = FILLS_, SCALED = false, CARRIES = true;
 };
+#ifdef SUM_SLOTS
+template <int WIDTH, int TO, bool FILLS_, int HALF>
+struct Rounded<OfRounded<CarriedOfRanks<WIDTH, TO>, FILLS_, HALF>>
+    : Rounded<OfRounded<CarriedResidual<WIDTH, TO>, FILLS_, HALF>> {};
+#endif
 
 // A launch shape.  TILES: tiles of 8 pairs of a block (one for each warp).  SPLIT: warps that share a tile's
 // inputs.  BLOCKS_K: blocks that do.  SLAB: inputs of a slab.  DEPTH: steps whose weights a warp holds (0: of
@@ -569,6 +611,7 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
     start_next_at<BEFORE_OUTPUT>();
 
     if constexpr (S::WHOLE_SUMS) {  // a lane has the sums of pair g and of rows 2 t and 2 t + 1 of each tile
+        static_assert(!P::EXCHANGES, "a thread has too many sums to wait for together");
         const int mine = first_pair + tile * 8 + g;
 #pragma unroll
         for (int n = 0; n < ROW_TILES; n++) {
@@ -669,31 +712,40 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
         if (!last) return;
     }
     constexpr int WHOLE = Rounded<P>::CARRIES ? round_up(ITEMS, 32) : ITEMS;  // whole warps for `sum_lanes`
-    auto finish = [&](int item, const Prepared& prepared) {
+    auto has_sum = [&](int item) {
+        return item < ITEMS && is_wanted(item / BLOCK_PAIRS) && first_pair + item % BLOCK_PAIRS < W::PAIRS;
+    };
+    // The sum of an item over all inputs of the product.
+    auto sum_of = [&](int item) {
+        const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS;
+        float2 total = make_float2(0.0f, 0.0f);
+        if constexpr (S::CLUSTER > 1) {
+#pragma unroll
+            for (int i = 0; i < S::CLUSTER; i++) {
+                const float2 more = received[i * BLOCK_ITEMS + item / NEXT_ITEM * S::THREADS + thread];
+                total = make_float2(total.x + more.x, total.y + more.y);
+            }
+        } else if constexpr (S::BLOCKS_K > 1) {
+#pragma unroll
+            for (int i = 0; i < S::BLOCKS_K; i++) {
+                const float2 more = load_fresh(partial_at(i, n, first_pair + p));
+                total = make_float2(total.x + more.x, total.y + more.y);
+            }
+        } else {
+            total = total_of(n, p);
+        }
+        const float scale = scale_of(n);
+        return make_float2(total.x * scale, total.y * scale);
+    };
+    auto finish = [&](int item, const Prepared& prepared, float2 of_ranks = {}) {
         const int n = item / BLOCK_PAIRS, p = item % BLOCK_PAIRS, mine = first_pair + p;
         u64 key = 0;
         if (!is_wanted(n)) {
             if constexpr (Rounded<P>::FILLS)
                 if (n < ROWS && mine < W::PAIRS) product.fill(n, W::FIRST + mine);
         } else if (mine < W::PAIRS) {
-            float2 total = make_float2(0.0f, 0.0f);
-            if constexpr (S::CLUSTER > 1) {
-#pragma unroll
-                for (int i = 0; i < S::CLUSTER; i++) {
-                    const float2 more = received[i * BLOCK_ITEMS + item / NEXT_ITEM * S::THREADS + thread];
-                    total = make_float2(total.x + more.x, total.y + more.y);
-                }
-            } else if constexpr (S::BLOCKS_K > 1) {
-#pragma unroll
-                for (int i = 0; i < S::BLOCKS_K; i++) {
-                    const float2 more = load_fresh(partial_at(i, n, mine));
-                    total = make_float2(total.x + more.x, total.y + more.y);
-                }
-            } else {
-                total = total_of(n, p);
-            }
-            const float scale = scale_of(n);
-            key = product.finish(rows.row[n], n, W::FIRST + mine, total.x * scale, total.y * scale, prepared);
+            const float2 total = P::EXCHANGES ? of_ranks : sum_of(item);
+            key = product.finish(rows.row[n], n, W::FIRST + mine, total.x, total.y, prepared);
         }
         if constexpr (P::KEYS) {
             static_assert(BLOCK_PAIRS % 32 == 0, "a warp's pairs are of one row");
@@ -706,12 +758,42 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
             if (lane % LANES == 0 && is_wanted(n)) product.add(n, square);
         }
     };
+    const int later_item = first_item + EARLY * NEXT_ITEM;  // the thread's first item whose data is not `early`
+    if constexpr (P::EXCHANGES) {
+        float2 totals[EARLY];
+        auto index_of = [&](int item) { return has_sum(item) ? item / BLOCK_PAIRS : -1; };
+        auto pair_at = [&](int item) { return W::FIRST + first_pair + item % BLOCK_PAIRS; };
+        auto sums_of = [&](int item) { return has_sum(item) ? sum_of(item) : make_float2(0.0f, 0.0f); };
+        int indices[EARLY], pairs[EARLY];
 #pragma unroll
-    for (int i = 0; i < EARLY; i++) {
-        const int item = first_item + i * NEXT_ITEM;
-        if (item < WHOLE) finish(item, early[i]);  // true for all lanes of a warp or for none
+        for (int i = 0; i < EARLY; i++) {
+            const int item = first_item + i * NEXT_ITEM;
+            indices[i] = index_of(item), pairs[i] = pair_at(item), totals[i] = sums_of(item);
+            if (indices[i] >= 0) product.send(indices[i], pairs[i], totals[i], early[i]);
+        }
+        for (int item = later_item; item < ITEMS; item += NEXT_ITEM)
+            if (has_sum(item)) product.send(index_of(item), pair_at(item), sum_of(item), prepare_item(item));
+        product.receive(totals, indices, pairs, early);
+#pragma unroll
+        for (int i = 0; i < EARLY; i++) {
+            const int item = first_item + i * NEXT_ITEM;
+            if (item < WHOLE) finish(item, early[i], totals[i]);  // true for all lanes of a warp or for none
+        }
+        for (int item = later_item; item < WHOLE; item += NEXT_ITEM) {
+            const int index[1] = {index_of(item)}, pair[1] = {pair_at(item)};
+            const Prepared prepared[1] = {prepare_item(item)};
+            float2 total[1] = {sums_of(item)};
+            product.receive(total, index, pair, prepared);
+            finish(item, prepared[0], total[0]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < EARLY; i++) {
+            const int item = first_item + i * NEXT_ITEM;
+            if (item < WHOLE) finish(item, early[i]);  // true for all lanes of a warp or for none
+        }
+        for (int item = later_item; item < WHOLE; item += NEXT_ITEM) finish(item, prepare_item(item));
     }
-    for (int item = first_item + EARLY * NEXT_ITEM; item < WHOLE; item += NEXT_ITEM) finish(item, prepare_item(item));
 }
 
 // Computes a product.  `bests` (head only): the largest key of each wanted row in this block, in shared memory.

@@ -1,5 +1,6 @@
-// A sum over ranks in a step of several rows, with what rounded_output and rounded_down do themselves on one
-// device: the residual, the inputs of the next product, and their sums of squares (matmul.cuh).
+// A sum over ranks in a step of several rows whose products do not add it themselves (CarriedOfRanks), with what
+// rounded_output and rounded_down do on one device: the residual, the inputs of the next product, and their sums
+// of squares (matmul.cuh).
 //
 // Physics.  The exchange takes some microseconds (exchange.cu), in which nothing else runs.  A kernel behind it
 // that norms the residual would take another two, and read what is in registers here.

@@ -23,7 +23,7 @@ struct RoundedGateUpProduct : GateUpProduct {
     DEVICE void fill(int index, int pair) const { at(index, pair) = 0; }
 };
 
-// A kernel is compiled if its shape is given.
+// A kernel is compiled if its shape is given; with SUM_SLOTS the one that adds the sums of all ranks.
 #ifdef QKV_SHAPE
 typedef QKV_SHAPE QkvShape;
 
@@ -54,6 +54,18 @@ KERNEL __launch_bounds__(QkvShape::THREADS, QkvShape::RESIDENT)
 #ifdef OUTPUT_SHAPE
 typedef OUTPUT_SHAPE OutputShape;
 
+#ifdef SUM_SLOTS
+KERNEL __launch_bounds__(OutputShape::THREADS, larger(RESIDENT_BLOCKS, OutputShape::RESIDENT))
+    rounded_output_of_ranks(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x,
+                            const float* norm, bf16* next, u64* squares, u64* sums, float* workspace, u32 row_count,
+                            u32 hidden, u32 width, u32 rank) {
+    __shared__ StepRows rows;
+    const OfRounded<CarriedOfRanks<HEADS * HEAD_SIZE, 0>, true> product{
+        {{{weight, nullptr, x, x}, norm, next, squares}, SumsOfRanks(sums, rank)}, rounded};
+    product.ask_for_norm();
+    matmul(OutputShape(), product, live, workspace, rows, Later<OUTPUT_PREFETCH>{later});
+}
+#else
 KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
     rounded_output(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x, const float* norm,
                    bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
@@ -63,6 +75,7 @@ KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
     product.ask_for_norm();
     matmul(OutputShape(), product, live, workspace, rows, Later<OUTPUT_PREFETCH>{later});
 }
+#endif
 #endif
 
 #ifdef GATE_UP_SHAPE
@@ -82,6 +95,18 @@ KERNEL __launch_bounds__(GateUpShape::THREADS, GateUpShape::RESIDENT)
 #ifdef DOWN_SHAPE
 typedef DOWN_SHAPE DownShape;
 
+#ifdef SUM_SLOTS
+KERNEL __launch_bounds__(DownShape::THREADS, larger(RESIDENT_BLOCKS, DownShape::RESIDENT))
+    rounded_down_of_ranks(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x,
+                          const float* norm, bf16* next, u64* squares, u64* sums, float* workspace, u32 row_count,
+                          u32 hidden, u32 width, u32 rank) {
+    __shared__ StepRows rows;
+    const OfRounded<CarriedOfRanks<INNER, 1>, true> product{
+        {{{weight, nullptr, x, x}, norm, next, squares}, SumsOfRanks(sums, rank)}, rounded};
+    product.ask_for_norm();
+    matmul(DownShape(), product, live, workspace, rows, Later<DOWN_PREFETCH>{later});
+}
+#else
 KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
     rounded_down(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x, const float* norm,
                  bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
@@ -91,6 +116,7 @@ KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
     product.ask_for_norm();
     matmul(DownShape(), product, live, workspace, rows, Later<DOWN_PREFETCH>{later});
 }
+#endif
 #endif
 
 #ifdef HEAD_SHAPE
