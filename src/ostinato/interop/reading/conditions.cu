@@ -20,16 +20,19 @@ KERNEL ostinato_condition(const char* source, const Word low, const Word high, W
                           const unsigned compared, const unsigned first, const unsigned passed,
                           const cudaGraphConditionalHandle condition) {
     if (!first && *other) return;
-    Word found[2] = {0, 0};
-    for (unsigned i = 0; i < nbytes; i++)
-        found[i / 8] |= (Word)(unsigned char)source[i] << 8 * (i % 8);
-    const bool same = !compared || (found[0] == low && found[1] == high);
+    Word found = 0, upper = 0;
+    for (unsigned i = 0; i < nbytes; i++) {
+        const Word byte = (unsigned char)source[i];
+        if (i < 8) found |= byte << 8 * i;
+        else upper |= byte << 8 * (i - 8);
+    }
+    const bool same = !compared || (found == low && upper == high);
     if (first || !same) *other = !same;
     if (same && condition) cudaGraphSetConditional(condition, 1);
     if (same && compared && !passed) return;
     volatile Word* const host = record;
-    host[place] = found[0];
-    host[place + 1] = found[1];
+    host[place] = found;
+    host[place + 1] = upper;
     __threadfence_system();
     if (!same)
         host[0] = place;
