@@ -27,7 +27,7 @@ def _two_gpus() -> None:
         pytest.skip(f"no device: {error}")
 
 
-@pytest.mark.parametrize("scenario", ["together", "closed"])
+@pytest.mark.parametrize("scenario", ["together", "closed", "collected"])
 def test_all_ranks_capture_and_replay(scenario: str) -> None:
     require_together(started(scenario), captures=1, replays=3)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +27,7 @@ from ostinato.errors import GroupError
 ON_GPU = torch.cuda.device_count() > 1
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = f"cuda:{RANK}" if ON_GPU else "cpu"
+_opened: list[ost.Device] = []
 
 
 def graphed(function: Any, **options: Any) -> Any:
@@ -34,7 +37,8 @@ def graphed(function: Any, **options: Any) -> Any:
         return interop.graphed(function, **options)
     from tests.interop.tape import on_tape
 
-    return on_tape(ost.open_device("host"), function, chains=True, **options)
+    _opened.append(ost.open_device("host"))
+    return on_tape(_opened[-1], function, chains=True, **options)
 
 
 def values(turn: int, rank: int) -> torch.Tensor:
@@ -176,10 +180,10 @@ def ends_with_graphs_of(function: Any) -> list[int]:
     """Notes, whenever a group ends, how many objects of the function's device are not destroyed
     yet: NCCL waits for ever for graphs.  Called before the function's first call."""
     kind: Any = dist.ProcessGroup
-    end, found = kind.shutdown, list[int]()
+    end, found, context = kind.shutdown, list[int](), function.cache.context
 
     def noting(group: Any) -> None:
-        found.append(function.cache.context.retired)
+        found.append(context.retired)
         end(group)
 
     kind.shutdown = noting
@@ -213,6 +217,23 @@ def closed() -> dict[str, Any]:
     numbers = told(function)
     function(values(0, RANK))  # still under way when the function is closed
     function.close()
+    dist.destroy_process_group()
+    return {"right": right and left == [0], **numbers}
+
+
+def collected() -> dict[str, Any]:
+    """The function is closed, and nobody has it any more, when the group ends."""
+    function = graphed(summing)
+    left = ends_with_graphs_of(function)
+    right = calls(function, range(4))
+    numbers = told(function)
+    function(values(0, RANK))  # still under way when the function is closed
+    function.close()
+    alive, context = weakref.ref(function), function.cache.context
+    del function
+    gc.collect()
+    right &= alive() is None
+    context.retire(lambda: None)  # as a graph that is still under way
     dist.destroy_process_group()
     return {"right": right and left == [0], **numbers}
 
@@ -307,7 +328,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     one.__name__: one
     for one in (
         *(together, functional, single, apart, raised, again, eagerly, destroyed, closed),
-        *(parallel, early, stepping, unsynced, sharded),
+        *(collected, parallel, early, stepping, unsynced, sharded),
     )
 }
 

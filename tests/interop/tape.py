@@ -360,10 +360,10 @@ class _Waiting(Graphed):
         return super()._results(*args)
 
     def _giver(self, *args: Any) -> Any:
-        give = super()._giver(*args)
+        give, device = super()._giver(*args), self._library.device
 
         def waited(*args: Any) -> Any:
-            self._library.device.synchronize()
+            device.synchronize()
             return give(*args)
 
         return waited

@@ -119,6 +119,6 @@ def test_the_end_of_a_group_drops_its_graphs_alone() -> None:
     require_dropped(on_cpu("destroyed"))
 
 
-@pytest.mark.slow
-def test_a_function_is_closed_before_its_group_ends() -> None:
-    require_together(on_cpu("closed"), captures=1, replays=3)
+@pytest.mark.parametrize("scenario", [pytest.param("closed", marks=pytest.mark.slow), "collected"])
+def test_a_function_is_closed_before_its_group_ends(scenario: str) -> None:
+    require_together(on_cpu(scenario), captures=1, replays=3)

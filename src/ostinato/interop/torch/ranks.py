@@ -24,6 +24,8 @@ from ostinato.settings import group_deadline
 
 _users: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
 """The functions whose graphs may hold messages of a process group, by its name."""
+_contexts: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+"""The contexts of these graphs, where they may wait for their end without their function."""
 _SOON = 1.0
 """Seconds in which the launches of a sound group have ended."""
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -64,6 +66,7 @@ def heard(function: Any, name: str) -> Callable[[], Agreement | None]:
         group = groups[0] if len(groups) == 1 else distributed.group.WORLD
         for each in groups:
             _users[each.group_name].add(function)
+            _contexts[each.group_name].add(function.cache.context)
         _watch_ends()
         number = next(_numbers[group.group_name])
         store = distributed.PrefixStore(f"ostinato/{number}", _world().pg_map[group][1])
@@ -111,13 +114,12 @@ def _watch_ends() -> None:
 def _dropping(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def dropping(group: Any, *args: Any, **kwargs: Any) -> Any:
-        functions = [*_users.pop(group.group_name, ())]
-        if not functions:
+        contexts = [*_contexts.pop(group.group_name, ())]
+        if not contexts:
             return method(group, *args, **kwargs)
-        contexts = {function.cache.context for function in functions}
-        for function in functions:
+        for function in [*_users.pop(group.group_name, ())]:
             function.forget()
-        del functions
+            del function
         gc.collect()  # torch's graphs
         over = threading.Event()
 
