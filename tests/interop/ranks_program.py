@@ -209,33 +209,27 @@ def destroyed() -> dict[str, Any]:
     return {"right": right, "kept": kept, "error": error, "left": left, "after": told(other)}
 
 
-def closed() -> dict[str, Any]:
-    """The function is closed before the group ends."""
+def closed(gone: bool = False) -> dict[str, Any]:
+    """The function is closed before the group ends.  `gone`: and nobody has it any more."""
     function = graphed(summing)
-    left = ends_with_graphs_of(function)
+    left, context = ends_with_graphs_of(function), function.cache.context
     right = calls(function, range(4))
     numbers = told(function)
     function(values(0, RANK))  # still under way when the function is closed
     function.close()
+    if gone:
+        alive = weakref.ref(function)
+        del function
+        gc.collect()
+        right &= alive() is None
+        context.retire(lambda: None)  # as a graph that is still under way
     dist.destroy_process_group()
     return {"right": right and left == [0], **numbers}
 
 
 def collected() -> dict[str, Any]:
-    """The function is closed, and nobody has it any more, when the group ends."""
-    function = graphed(summing)
-    left = ends_with_graphs_of(function)
-    right = calls(function, range(4))
-    numbers = told(function)
-    function(values(0, RANK))  # still under way when the function is closed
-    function.close()
-    alive, context = weakref.ref(function), function.cache.context
-    del function
-    gc.collect()
-    right &= alive() is None
-    context.retire(lambda: None)  # as a graph that is still under way
-    dist.destroy_process_group()
-    return {"right": right and left == [0], **numbers}
+    """Nobody has the function any more when the group ends."""
+    return closed(gone=True)
 
 
 def trained(
