@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import re
 import statistics
 import subprocess
 import tempfile
@@ -261,3 +262,34 @@ def call_times(
                 torch.cuda.synchronize()
                 times[way].append(time.perf_counter_ns() - start)
     return {way: statistics.median(found) / 1e3 for way, found in times.items()}
+
+
+def of_graphed(step: Any, us: Mapping[str, float]) -> dict[str, object]:
+    """Returns what the row of a graphed function says: the times of all ways, in microseconds, its
+    own as a part of eager's, how often it was captured and replayed, and how each key runs."""
+    counts = step.statistics()
+    how = [_portable(f"{k.words}: {k.decision} {k.reason}")[:700] for k in counts.keys]
+    return {
+        **{f"{way}_us": round(value, 1) for way, value in us.items()},
+        "of_eager": round(us["graphed"] / us["eager"], 3),
+        "captures": counts.captures,
+        "replays": counts.replays,
+        "eager": counts.eager,
+        "how": "; ".join(how),
+    }
+
+
+def _portable(text: str) -> str:
+    """Returns a text without the folders of this machine."""
+    return re.sub(r"[^\s,;]*/site-packages/", "", text.replace(f"{ROOT.parent}/", ""))
+
+
+def summary_of_graphed(rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Returns the summary of rows of `of_graphed` with `answers`, counts by how they compare."""
+    parts = [row["of_eager"] for row in rows if row["replays"]]
+    return {
+        "works": len(rows),
+        "right": sum({*row["answers"]} <= {"right", "close"} for row in rows),
+        "replayed": len(parts),
+        "times_eager_median": round(1 / statistics.median(parts), 2) if parts else None,
+    }

@@ -11,7 +11,6 @@ what `graphed` has made of it, with the reason of an eager run.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -113,18 +112,7 @@ def measure(cupy: Any, name: str, calls: int) -> dict[str, object]:
     ways = {"eager": eager, "graphed": step}
     gpu = SimpleNamespace(cuda=SimpleNamespace(synchronize=cupy.cuda.Device().synchronize))
     us = common.call_times(gpu, ways, (draw(),), max(1, calls // BLOCK), BLOCK)
-    counts = step.statistics()
-    row = {
-        "work": name,
-        "answers": answers,
-        **{f"{way}_us": round(value, 1) for way, value in us.items()},
-        "of_eager": round(us["graphed"] / us["eager"], 3),
-        "captures": counts.captures,
-        "replays": counts.replays,
-        "eager": counts.eager,
-        "how": "; ".join([f"{k.words}: {k.decision} {k.reason}"[:300] for k in counts.keys])[:900],
-    }
-    row["how"] = str(row["how"]).replace(f"{common.ROOT.parent}/", "")
+    row = {"work": name, "answers": answers, **common.of_graphed(step, us)}
     step.close()
     return row
 
@@ -148,7 +136,6 @@ def main() -> int:
         print(rows[-1], flush=True)
     columns = ("work", "eager_us", "graphed_us", "of_eager", "replays", "eager", "answers")
     print(common.table("functions of CuPy that wait", rows, columns))
-    parts = [float(str(row["of_eager"])) for row in rows if row["replays"]]
     common.emit(
         "cupy_waits",
         device,
@@ -157,12 +144,7 @@ def main() -> int:
         settings={"calls": chosen.calls, "cupy": cupy.__version__, "quick": chosen.quick},
         rows=rows,
         skipped={},
-        summary={
-            "works": len(rows),
-            "right": sum({*row["answers"]} == {"right"} for row in rows),  # type: ignore[misc]
-            "replayed": len(parts),
-            "times_eager_median": round(1 / statistics.median(parts), 2) if parts else None,
-        },
+        summary=common.summary_of_graphed(rows),
     )
     return 0
 

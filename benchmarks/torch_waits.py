@@ -14,8 +14,6 @@ torch.compile that of five calls.  A work whose library is missing is listed as 
 
 from __future__ import annotations
 
-import re
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -318,11 +316,6 @@ def _compared(torch: Any, one: Any, other: Any) -> str:
     return "WRONG"
 
 
-def _portable(text: str) -> str:
-    """Returns a text without the folders of this machine."""
-    return re.sub(r"[^\s,;]*/site-packages/", "", text.replace(f"{common.ROOT.parent}/", ""))
-
-
 def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> dict[str, object]:
     """Compares and times one work."""
     from ostinato.interop.torch import graphed
@@ -365,13 +358,7 @@ def measure(torch: Any, name: str, made: Made, calls: int, compiles: bool) -> di
             row["compile_failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
         row["compile_steady_s"] = round(time.perf_counter() - began, 3)
     us = common.call_times(torch, ways, args, max(1, calls // BLOCK), BLOCK)
-    row |= {f"{way}_us": round(value, 1) for way, value in us.items()}
-    row["of_eager"] = round(us["graphed"] / us["eager"], 3)
-    counts = step.statistics()
-    row |= {"captures": counts.captures, "replays": counts.replays, "eager": counts.eager}
-    row["how"] = "; ".join(
-        [_portable(f"{key.words}: {key.decision} {key.reason}")[:700] for key in counts.keys]
-    )
+    row |= common.of_graphed(step, us)
     step.close()
     return row
 
@@ -404,7 +391,6 @@ def main() -> int:
             print(name, skipped[name], flush=True)
     columns = ("work", "eager_us", "graphed_us", "compiled_us", "of_eager", "steady_s")
     print(common.table("functions that wait", rows, (*columns, "replays", "eager", "answers")))
-    parts = [float(str(row["of_eager"])) for row in rows if row["replays"]]
     common.emit(
         "torch_waits",
         device,
@@ -414,10 +400,7 @@ def main() -> int:
         rows=rows,
         skipped=skipped,
         summary={
-            "works": len(rows),
-            "right": sum({*row["answers"]} <= {"right", "close"} for row in rows),  # type: ignore[misc]
-            "replayed": len(parts),
-            "times_eager_median": round(1 / statistics.median(parts), 2) if parts else None,
+            **common.summary_of_graphed(rows),
             "of_eager_most": max((float(str(row["of_eager"])) for row in rows), default=None),
         },
     )

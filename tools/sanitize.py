@@ -496,9 +496,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options().parse_args(argv)
     parts = [p for p in PARTS if not options.only or any(t in p.name for t in options.only)]
     if options.keyword:
-        both = [(options.keyword, part.keyword) for part in parts]
-        words = [" and ".join(f"({each})" for each in pair if each) for pair in both]
-        parts = [replace(part, keyword=w) for part, w in zip(parts, words, strict=True)]
+        words = f"({options.keyword})"
+        parts = [
+            replace(part, keyword=words + f" and ({part.keyword})" * bool(part.keyword))
+            for part in parts
+        ]
     if options.list:
         print("\n".join(part.name for part in parts))
         return 0

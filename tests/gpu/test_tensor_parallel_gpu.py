@@ -21,6 +21,7 @@ from tests.cli import commands
 from tests.distributed.products_program import CUTS
 from tests.distributed.starting import (
     MOMENTS,
+    End,
     finish,
     ranks,
     require_typed_errors,
@@ -88,27 +89,26 @@ def test_masks_of_rank_0_are_those_of_both() -> None:
     assert first == second
 
 
+def both(program: str) -> list[End]:
+    """What both ranks of a program end with."""
+    group = new_group_id(2, deadline=60)
+    started = [
+        start(str(rank), group, program=program, group=f"{rank}/2/{group}") for rank in range(2)
+    ]
+    return [finish(process) for process in started]
+
+
 def test_exchanges_in_peer_memory() -> None:
     """`exchange_program`: sums and gathers of all lengths, eager, replayed and in loops, against
     NumPy; then a rank that does not come ends the wait on the other's device."""
-    group = new_group_id(2, deadline=60)
-    started = [
-        start(str(rank), group, program="exchange_program.py", group=f"{rank}/2/{group}")
-        for rank in range(2)
-    ]
-    found = [finish(process) for process in started]
+    found = both("exchange_program.py")
     assert [code for code, _, _ in found] == [0, 1], found
     assert json.loads(found[0][1])["lost"] == "rank 1 raised ValueError: over"
 
 
 def test_products_of_several_rows_add_the_sums_of_both() -> None:
     """`products_program`: the same results on both, and NumPy's."""
-    group = new_group_id(2, deadline=60)
-    started = [
-        start(str(rank), group, program="products_program.py", group=f"{rank}/2/{group}")
-        for rank in range(2)
-    ]
-    found = [finish(process) for process in started]
+    found = both("products_program.py")
     assert [code for code, _, _ in found] == [0, 0], found
     assert found[0][1] == found[1][1] and set(json.loads(found[0][1])) == set(CUTS)
 

@@ -500,19 +500,18 @@ def _replay_chain(
     """Replays a chain of one graph; returns False, with all memory as before, if it was evicted or
     a number in it is another one."""
     _, put_back = chain.start(subject.library, state, stream)
+    launched = False
     try:
         launched = subject.cache.replay(name, stream, change)
-    except BaseException:
-        put_back()
-        raise
-    if not launched:
-        put_back()
-        return False
+    finally:
+        if not launched:
+            put_back()
     try:
-        chain.finish(put_back)
+        if launched:
+            chain.finish(put_back)
     except Diverged:
         return False
-    return True
+    return launched
 
 
 def _nothing() -> None:

@@ -450,7 +450,9 @@ class Lowering:
     def shape_of(self, kernel: str, packing: _Packing = None) -> Shape | PackedShape:
         """Returns the shape of a kernel's product.  One that also sums over ranks has clusters of
         at most four blocks, which fit two multiprocessors that have room for two blocks each."""
-        shape = self.shape(PRODUCTS_OF[_OF_ONE.get(kernel, kernel)], packing)
+        name = _product_of(kernel)
+        assert name is not None, kernel
+        shape = self.shape(name, packing)
         if not isinstance(shape, MatrixShape) or kernel not in ROUNDED_OF_RANKS.values():
             return shape
         few = min(shape.cluster, _MOST_OF_RANKS)
@@ -673,8 +675,7 @@ class Lowering:
         made: list[CudaLaunch] = []
         given["later"] = ABSENT
         if kernel in _CARRYING:
-            of_output = PRODUCTS_OF[_OF_ONE.get(kernel, kernel)] == "output"
-            given["rounded"] = ROUNDED_IN if of_output else ROUNDED_INNER
+            given["rounded"] = ROUNDED_IN if _product_of(kernel) == "output" else ROUNDED_INNER
             given |= {"workspace": BufferArgument("workspace"), **carried}
         else:
             given |= {"rounded": CARRIED, "squares": SQUARES, "out": ROUNDED_INNER}
@@ -788,8 +789,7 @@ class Lowering:
         c = self.config
         grid: tuple[int, int, int] = (self.rows, 1, 1)
         shared, cluster = 0, 1  # blocks of a cluster, along x
-        if _OF_ONE.get(kernel, kernel) in PRODUCTS_OF:
-            name = PRODUCTS_OF[_OF_ONE.get(kernel, kernel)]
+        if (name := _product_of(kernel)) is not None:
             shape, blocks = self.shape_of(kernel, packing), self.blocks(name, packing)
             if isinstance(shape, MatrixShape):
                 cluster = shape.cluster
