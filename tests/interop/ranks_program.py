@@ -232,6 +232,17 @@ def collected() -> dict[str, Any]:
     return closed(gone=True)
 
 
+def uncounted() -> dict[str, Any]:
+    """No sequence number says that the function communicates, as with NCCL's messages to single
+    ranks; a graph that was refused for them is still under way when the group ends."""
+    made = graphed(lambda x: x * 2)
+    left, context = ends_with_graphs_of(made), made.cache.context
+    right = torch.equal(made(values(0, RANK)), values(0, RANK) * 2)
+    context.retire(lambda: None)
+    dist.destroy_process_group()
+    return {"right": right and left == [0], **told(made)}
+
+
 def trained(
     model: Any, prepare: Callable[[Any], Any], warm: int, unsynced: int, scheduled: bool
 ) -> list[bytes]:
@@ -322,7 +333,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
     one.__name__: one
     for one in (
         *(together, functional, single, apart, raised, again, eagerly, destroyed, closed),
-        *(collected, parallel, early, stepping, unsynced, sharded),
+        *(collected, uncounted, parallel, early, stepping, unsynced, sharded),
     )
 }
 

@@ -122,3 +122,7 @@ def test_the_end_of_a_group_drops_its_graphs_alone() -> None:
 @pytest.mark.parametrize("scenario", [pytest.param("closed", marks=pytest.mark.slow), "collected"])
 def test_a_function_is_closed_before_its_group_ends(scenario: str) -> None:
     require_together(on_cpu(scenario), captures=1, replays=3)
+
+
+def test_graphs_of_messages_to_single_ranks_end_with_their_group() -> None:
+    assert all(one["right"] for one in on_cpu("uncounted"))

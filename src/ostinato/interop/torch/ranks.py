@@ -25,7 +25,8 @@ from ostinato.settings import group_deadline
 _users: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
 """The functions whose graphs may hold messages of a process group, by its name."""
 _contexts: defaultdict[str, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
-"""The contexts of these graphs, where they may wait for their end without their function."""
+"""The contexts of graphs that may hold messages of a process group, where they may wait for their
+end without their function."""
 _SOON = 1.0
 """Seconds in which the launches of a sound group have ended."""
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -60,14 +61,15 @@ def heard(function: Any, name: str) -> Callable[[], Agreement | None]:
 
     def found() -> Agreement | None:
         groups = [group for group, n in _sequence_numbers().items() if before.get(group, 0) != n]
+        for each in groups or _world().pg_map:  # messages to single ranks are not counted
+            _contexts[each.group_name].add(function.cache.context)
+        _watch_ends()
         if not groups:
             return None
         distributed = torch.distributed
         group = groups[0] if len(groups) == 1 else distributed.group.WORLD
         for each in groups:
             _users[each.group_name].add(function)
-            _contexts[each.group_name].add(function.cache.context)
-        _watch_ends()
         number = next(_numbers[group.group_name])
         store = distributed.PrefixStore(f"ostinato/{number}", _world().pg_map[group][1])
         return Agreement(
