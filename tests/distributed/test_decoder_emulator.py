@@ -186,6 +186,38 @@ def emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_ranks_that_draft_have_the_tokens_of_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences that draft beside each other; the rows of a step are the same without drafts."""
+    model = RandomModel(llama(4, 2, 32, inner=128, vocabulary=68, layers=2))
+    emulated_ranks(monkeypatch)
+    options = OPTIONS | {"max_rows": 8, "lookup": 3}
+
+    def work(group: Group) -> list[Any]:
+        with (
+            ost.open_device("host") as device,
+            Decoder(device, model.checkpoint(), group=group, **options) as decoder,
+        ):
+            found: list[Any] = []
+            for drafts in (True, False):
+                decoder.reset()
+                decoder.prefill_batch({0: [5, 7, 9] * 4, 1: [3, 8] * 5})
+                if drafts:
+                    list(decoder.run_batch((0, 1), count=15))
+                else:
+                    for _ in range(15):
+                        decoder.decode_batch((0, 1))
+                found.append([decoder.tokens(0), decoder.tokens(1)])
+            numbers = decoder.statistics()
+            assert not numbers.quarantined
+            assert numbers.lookup_steps < numbers.lookup_tokens == 30
+            return found
+
+    with local_groups(2) as groups:
+        one, other = groups.run(work)
+    assert one == other
+    assert one[0] == one[1]
+
+
 @pytest.mark.parametrize(
     ("ranks", "recipe"),
     [

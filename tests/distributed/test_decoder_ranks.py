@@ -307,12 +307,54 @@ def test_masks_that_rank_0_cannot_make_are_an_error_on_all() -> None:
     assert first == again, "the group goes on"
 
 
-def test_ranks_draft_nothing() -> None:
-    with local_groups(2) as groups:
-        found = outcomes(groups, decoding(SHAPES[FIRST], lambda d: d.prefill([1]), lookup=2))
-    for one in found:
-        assert isinstance(one, InputError)
-        assert "lookup is for decoders of one device" in str(one)
+DRAFTING = RandomModel(llama(2, 2, 32, inner=72, vocabulary=68, layers=2, tied_embeddings=True))
+"""It repeats itself, with breaks in between: many drafts are right, and many are not."""
+
+
+def drafting(run: dict[str, Any], prompt: list[int], decoder: Decoder) -> tuple[list[int], int]:
+    """The tokens of a prompt and of two runs, with a step between; and the steps that drafted."""
+    tokens = [decoder.prefill(prompt), *decoder.run(count=13, **run), decoder.decode()]
+    tokens += decoder.run(count=9, **run)
+    numbers = decoder.statistics()
+    assert not numbers.quarantined and not numbers.one_by_one
+    assert numbers.lookup_tokens == 22
+    return tokens, numbers.lookup_steps
+
+
+@pytest.mark.parametrize("way", ["ahead", "recorded", "loops", "recorded loops"])
+def test_ranks_draft_as_one_device_does(way: str) -> None:
+    options, run = WAYS[way]
+    prompt = [5, 7, 9, 11] * 4 + [5, 7]
+    work = partial(drafting, run or {}, prompt)
+    one = decoding(DRAFTING, work, **options, lookup=3)(None)
+    assert on_ranks(2, decoding(DRAFTING, work, **options, lookup=3)) == one
+    assert one[1] < 22, "no draft was right"
+    single = on_ranks(2, decoding(DRAFTING, lambda d: [d.prefill(prompt), *d.run(count=23)]))
+    assert one[0] == single
+
+
+def test_ranks_draft_while_all_sequences_may() -> None:
+    """Several sequences at once; none while one of them draws, or has a mask."""
+    prompts = {i: [3 + i, 8, 13 + i, 8] * 4 for i in range(3)}
+
+    def work(decoder: Decoder, size: int) -> list[Any]:
+        found: list[Any] = [decoder.prefill_batch(prompts), *decoder.run_batch(range(3), count=9)]
+        steps = decoder.statistics().lookup_steps
+        assert 0 < steps < 27
+        for masks, options in ((None, SAMPLINGS["all"]), (TokenMasks((0,), allow_all), GREEDY)):
+            decoder.set_sampling(options, 1)
+            found += decoder.run_batch(range(3), count=4, masks=masks)
+            assert size == 1 or decoder.statistics().lookup_steps == steps
+        return [*found, [decoder.tokens(i) for i in range(3)]]
+
+    def sized(size: int) -> Callable[[Group | None], Any]:
+        return decoding(DRAFTING, partial(work, size=size), lookup=3, sequences=3)
+
+    assert on_ranks(2, sized(2))[-1] == sized(1)(None)[-1]
+
+
+def allow_all(words: npt.NDArray[np.uint32]) -> None:
+    words[:] = 0xFFFFFFFF
 
 
 def test_greedy_and_drawn_sequences_side_by_side() -> None:

@@ -84,24 +84,25 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
     return process.returncode, err.decode()
 
 
-def test_no_request_waits_for_a_capture(tiny_model: Path) -> None:
+@pytest.mark.parametrize("lookup", [0, 3])
+def test_no_request_waits_for_a_capture(tiny_model: Path, lookup: int) -> None:
     """Rows that are not greedy have steps of their own on ranks.  Ranks are threads here."""
 
     def rank_thread(group: Group) -> None:
+        options: dict[str, Any] = {"sequences": 2, "threads": 1, "group": group, "lookup": lookup}
         with open_device("host") as device:
             if group.rank:
-                with Decoder(device, tiny_model, sequences=2, threads=1, group=group) as decoder:
+                with Decoder(device, tiny_model, **options) as decoder:
                     decoder.follow()
                 return
-            options: dict[str, Any] = {"sequences": 2, "threads": 1, "group": group, "leads": True}
             with (
-                open_generator(device, tiny_model, **options) as generator,
+                open_generator(device, tiny_model, leads=True, **options) as generator,
                 ServingEngine(generator, piece=16).start() as engine,
             ):
                 until(lambda: engine.ready)
                 captured = generator.decoder.statistics().graphs_captured
-                for temperature in (0.0, 1.0):
-                    jobs = [job(generator, "ab the", 9, temperature=temperature) for _ in range(3)]
+                for some in ((0, 0, 0), (1, 1, 1), (0, 1, 0)):
+                    jobs = [job(generator, "ab the", 9, temperature=float(one)) for one in some]
                     for _, answer in [submit(engine, one) for one in jobs]:
                         assert answer.wait().tokens
                 assert generator.decoder.statistics().graphs_captured == captured > 0
@@ -135,15 +136,19 @@ def with_masks(url: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_clients_at_once_get_the_answers_of_one_rank(tiny_model: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "lookup"), [(2, "3"), pytest.param(4, "0", marks=pytest.mark.slow)]
+)
+def test_several_clients_at_once_get_the_answers_of_one_rank(
+    tiny_model: Path, ranks: int, lookup: str
+) -> None:
     """Some of them go away in the middle.  Then SIGTERM ends all ranks, with status 0."""
     asked = load(16, 40, random.Random(7))
     with opened(tiny_model) as reference:
         wanted = [one.alone(reference) for one in asked]
         with running(reference) as server:
             masked = with_masks(server.url)
-    with serving(tiny_model, "--slots", "4", ranks=ranks) as (process, url, _):
+    with serving(tiny_model, "--slots", "4", "--lookup", lookup, ranks=ranks) as (process, url, _):
         api = client(url)
         with ThreadPoolExecutor(len(asked)) as pool:
             found = list(pool.map(lambda one: stream(api, "tiny", one), asked))

@@ -69,7 +69,10 @@ if TYPE_CHECKING:  # these are imported where ranks are made: nobody else needs 
 
 AnyRun = TypeVar("AnyRun", bound=Run[Any])
 
-_NO_DRAFTS = "no drafts: no sequence is plainly greedy, or there are too many for one step"
+_NO_DRAFTS = (
+    "no drafts: no sequence is plainly greedy (of a group's decoder: not all are), or there are "
+    "too many for one step"
+)
 
 DEFAULT_CONTEXT = 2048
 """The positions of a sequence if `max_context` is None; fewer if the model was trained for fewer.
@@ -118,10 +121,11 @@ class Decoder(Closeable):
     earlier in the prompt or the answer after the same last tokens (one to three), and keeps the
     drafts that the model chooses too.  For sequences that are greedy, without penalties, biases,
     log probabilities and masks; others in the run get one token a step, and a run in which no
-    sequence drafts goes as without (`one_by_one` in the statistics).  0 is off, 63 the most, or 3
-    without the CPU's compiled kernels; not for a group.  All sequences of a step share 64 rows
-    (`max_rows`, or 4 without the compiled kernels, if that is less), so with many each drafts fewer
-    tokens, and none where two rows each are too many.
+    sequence drafts goes as without (`one_by_one` in the statistics).  Decoders of a group draft
+    only while all their sequences may, and in runs without masks.  0 is off, 63 the most, or 3
+    without the CPU's compiled kernels.  All sequences of a step share 64 rows (`max_rows`, or 4
+    without the compiled kernels, if that is less), so with many each drafts fewer tokens, and none
+    where two rows each are too many.
     A step has as many rows whether it drafts or not, `lookup` + 1 or more for each sequence that
     may, so that no token depends on the drafts: a run gives the tokens that `decode_batch` gives
     for the same sequences.  These are the tokens without lookup on a CPU; on a GPU steps of other
@@ -173,8 +177,6 @@ class Decoder(Closeable):
         sequences = whole(sequences, "sequences", 1)
         warmups = whole(warmups, "warmups", 0)
         lookup = whole(lookup, "lookup", 0)
-        if lookup and group is not None and group.size > 1:
-            raise InputError("lookup is for decoders of one device, and this one is one of ranks")
         if verify not in ("off", "first"):
             verify = whole(verify, "verify", 1)
         if threads is not None:
@@ -269,7 +271,9 @@ class Decoder(Closeable):
                     made.callback(self._ranks.close)
                     # Larger steps have their partial sums in the shared memory.
                     summed = sampled if self._ranks.shared else sizes.rows
-                    more |= shard_buffers(sharding, sizes.rows, summed, sizes.sequences)
+                    more |= shard_buffers(
+                        sharding, sizes.rows, summed, sizes.sequences, sizes.draft_rows
+                    )
                 self.plan = BufferPlan.allocate(
                     device,
                     self.weights,
@@ -699,6 +703,8 @@ class Decoder(Closeable):
         told = f"{what} of {[one.index for one in ready]}: {options}, device_state {state}"
         self._agree(told + _of_masks(masks))
         drafts = max(self._stepper.room(ready, masks)) > 1
+        if self._ranks is not None and (masks is not None or self._steps.whole_logits):
+            drafts = False  # other rows than plain ones need all ranks' logits, which are not there
         if self.plan.sizes.lookup and not drafts:
             self._phases.one_by_one[_NO_DRAFTS] += 1
         run = kind(

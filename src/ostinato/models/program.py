@@ -168,6 +168,9 @@ SIGNATURES: dict[str, str] = {
     "accept": _LIVE + "scored: *const i32, logits: *const f32, options: *const u64, "
     "stops: *const i32, state: *i32, ring: *i32, row_count: u32, vocabulary: u32, stop_count: u32, "
     "context: u32, ring_size: u32",
+    "accept_of_ranks": _LIVE + "options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
+    "keys: *const u64, row_count: u32, vocabulary: u32, stop_count: u32, context: u32, "
+    "ring_size: u32, ranks: u32",
     "best_of_part": _LIVE + "logits: *const f32, keys: *out u64, workspace: *const f32, "
     "row_count: u32, vocabulary: u32, first: u32",
     "best_of_ranks": _OF_RANKS,

@@ -83,10 +83,16 @@ class Ranks:
 
     # --- programs
     def program(
-        self, *, sampled: bool = True, whole_logits: bool = False, last_row: bool = False
+        self,
+        *,
+        sampled: bool = True,
+        whole_logits: bool = False,
+        last_row: bool = False,
+        lookup: int = 0,
     ) -> tuple[KernelCall, ...]:
         """Returns this rank's program; arguments: see `decode_program` and `shard_program`."""
-        one = decode_program(self.sharding.part, sampled=sampled, last_row=last_row)
+        part = self.sharding.part
+        one = decode_program(part, sampled=sampled, last_row=last_row, lookup=lookup)
         return shard_program(one, self.sharding, whole_logits=whole_logits, last_row=last_row)
 
     def with_collectives(
@@ -129,7 +135,8 @@ class Ranks:
 
     def gather_logits(self, plan: BufferPlan) -> tuple[Operation, ...]:
         """Returns the operations that collect all ranks' logits on this rank."""
-        return self.collectives.all_gather(plan.buffers["logits_part"], plan.buffers["logits"])
+        part = plan.buffers["logits_part"][: plan.sizes.sequences]
+        return self.collectives.all_gather(part, plan.buffers["logits"])
 
     def fill_masks(
         self,

@@ -21,6 +21,8 @@ keys, and the largest wins: the best logit, and of equal ones the lowest index. 
 get all logits, and each draws the same token from them, as one device would.
 
     head(logits=logits_part)  best_of_part  all_gather(keys)  [all_gather(logits)]  sample
+
+Drafts are accepted by keys, too: no step that drafts gathers logits.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ COLLECTIVES = ("accumulate", "all_gather")
 """Calls of a program that the group's collectives implement, not the backend's kernels."""
 
 _SAMPLED_SIZES = ("row_count", "vocabulary", "stop_count", "context", "ring_size")
-"""The parameters of `sample` that follow its pointers."""
+"""The parameters of `sample` and `accept` that follow their pointers."""
 _WHOLE = ("embed", "attn_norm", "q_norm", "k_norm", "mlp_norm", "final_norm")
 
 
@@ -306,8 +308,11 @@ def shard_program(
                         rows="sequences",
                     )
                 )
-        elif call.kernel == "sample":
+        elif call.kernel in ("sample", "accept"):
             kernel = "sample_of_ranks" if whole_logits else "best_of_ranks"
+            if call.kernel == "accept":
+                kernel = "accept_of_ranks"
+                del given["scored"], given["logits"]
             given["vocabulary"] = sharding.whole.vocabulary
             sizes = {name: given.pop(name) for name in _SAMPLED_SIZES}
             calls.append(kernel_call(kernel, **given, keys=keys, **sizes, ranks=sharding.size))
@@ -374,15 +379,17 @@ def carrying_sums(
     return tuple(calls)
 
 
-def shard_buffers(sharding: Sharding, rows: int, summed: int, sequences: int) -> Buffers:
+def shard_buffers(
+    sharding: Sharding, rows: int, summed: int, sequences: int, drafts: int
+) -> Buffers:
     """Returns shapes and dtypes of the buffers that a rank's program needs besides, or instead of,
     those that `Sharding.part` would need on one device.  `summed`: the most rows of a step whose
-    partial sums are in `partial`."""
+    partial sums are in `partial`; `drafts`: the most rows of one that drafts."""
     f32, u64 = np.dtype(np.float32), np.dtype(np.uint64)
     whole = sharding.whole
     return {
         "partial": ((summed, whole.hidden), f32),
-        "logits_part": ((sequences, sharding.part.vocabulary), f32),
+        "logits_part": ((sequences + drafts, sharding.part.vocabulary), f32),
         "logits": ((sequences, whole.vocabulary), f32),
         "key_parts": ((rows, 1), u64),
         "keys": ((rows, sharding.size), u64),

@@ -277,12 +277,14 @@ class StepGraphs:
     def _program(self, name: str, *, last_row: bool = False) -> tuple[KernelCall, ...]:
         """Returns the calls of a step, by its name."""
         sampled = name != _PREFILL
+        lookup = self._plan.sizes.lookup if name == _LOOKUP else 0
         if self._ranks is None:
-            lookup = self._plan.sizes.lookup if name == _LOOKUP else 0
             of = self._plan.config
             return decode_program(of, sampled=sampled, last_row=last_row, lookup=lookup)
         whole = name == _WHOLE_LOGITS
-        return self._ranks.program(sampled=sampled, whole_logits=whole, last_row=last_row)
+        return self._ranks.program(
+            sampled=sampled, whole_logits=whole, last_row=last_row, lookup=lookup
+        )
 
     def _bound(self, name: str, rows: int) -> tuple[BoundCall, ...]:
         """Binds the launches of a step that samples, by its name."""

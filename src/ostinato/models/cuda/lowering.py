@@ -84,7 +84,10 @@ from ostinato.models.program import (
 from ostinato.models.program import SIGNATURES as HOST_SIGNATURES
 from ostinato.modules import CompileOptions
 
-ENDING = ("head", "sample", "accept", "best_of_part", "best_of_ranks", "sample_of_ranks")
+ENDING = (
+    "head", "sample", "accept", "best_of_part", "best_of_ranks", "sample_of_ranks",
+    "accept_of_ranks",
+)  # fmt: skip
 """The calls that work only on rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
 _MATRICES = ("weight", "table")
@@ -109,7 +112,7 @@ _FILES = {
     "sample_of_ranks": "sample",
     CARRYING_SUM: "residual",
     "continue_loop": "loop",
-    **dict.fromkeys(("draft", "accept"), "lookup"),
+    **dict.fromkeys(("draft", "accept", "accept_of_ranks"), "lookup"),
     "embed": "step",
 }
 """The kernels whose source file has another name."""
@@ -118,7 +121,7 @@ PRODUCTS_OF = PRODUCT_CALLS | _OF_ROUNDED
 _ROW_THREADS = {
     "embed": 128,
     **dict.fromkeys(("sample", "sample_of_ranks"), 1024),
-    **dict.fromkeys(("draft", "accept"), 1024),
+    **dict.fromkeys(("draft", "accept", "accept_of_ranks"), 1024),
     **dict.fromkeys(("best_of_part", "best_of_ranks"), 32),
 }
 """Threads of the kernels that have a block for each row."""
@@ -555,12 +558,15 @@ class Lowering:
                 ranks = given["ranks"]
                 assert isinstance(vocabulary, int) and isinstance(ranks, int)
                 found |= {"HEAD_BLOCKS": ranks, "RANKS": ranks, "HEAD_TOKENS": vocabulary // ranks}
-        elif kernel in ("draft", "accept"):
+        elif kernel in ("draft", "accept", "accept_of_ranks"):
             found = {"ROWS": self.rows, "LOOKUP_THREADS": _ROW_THREADS[kernel]}
             if kernel == "draft":
                 found["DRAFT_KEY"] = DRAFT_KEY
-            else:
+            elif kernel == "accept":
                 found |= {"STOPS": given["stop_count"], "HEAD_BLOCKS": self.blocks("head", head)}
+            else:
+                ranks = given["ranks"]
+                found |= {"STOPS": given["stop_count"], "HEAD_BLOCKS": ranks, "RANKS": ranks}
         elif kernel == "best_of_part":
             found = {"HEAD_BLOCKS": self.blocks("head", head)}
         elif kernel == "best_of_ranks":

@@ -532,16 +532,25 @@ def accept(a: Given) -> None:
     """Chooses the likeliest token of each row of a sequence that drafts in turn, and updates the
     sequence's state (`advance`), as long as the next row holds the token chosen: what follows a
     wrong draft is dropped.  `scored` names the place of a row's logits."""
+    places = a.scored[2 : 4 * a.row_count : 4].tolist()
+
+    def likeliest(row: int) -> int:
+        values = a.logits[places[row] * a.vocabulary :][: a.vocabulary]
+        best = int(values.argmax())  # the first NaN if there is one
+        return best if np.isfinite(values[best]) else -1
+
+    accept_by(a, likeliest)
+
+
+def accept_by(a: Given, likeliest: Callable[[int], int]) -> None:
+    """Does what `accept` does, with the likeliest token of each row, or -1, by a function."""
     wanted = ACTIVE | DRAFTS
     rows = [*a.live[: 4 * a.row_count].reshape(-1, 4).tolist(), (0, 0, 0, 0)]
-    places = a.scored[2 : 4 * a.row_count : 4].tolist()
     before, agreed = -1, False  # the sequence of the row before; whether it chose this row's token
     for index, (_, position, sequence, flags) in enumerate(rows):
         if flags & wanted != wanted or (sequence == before and not agreed):
             continue
-        values = a.logits[places[index] * a.vocabulary :][: a.vocabulary]
-        best = int(values.argmax())  # the first NaN if there is one
-        token = best if np.isfinite(values[best]) else -1
+        token = likeliest(index)
         next_token, _, next_sequence, next_flags = rows[index + 1]
         agreed = bool(next_flags & ACTIVE) and (next_sequence, next_token) == (sequence, token)
         agreed = advance(a, token, position, sequence, agreed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ostinato import HostKernel
-from ostinato.models.host.kernels import Given, advance, kernel, sample, sampled_rows
+from ostinato.models.host.kernels import Given, accept_by, advance, kernel, sample, sampled_rows
 from ostinato.models.program import OPTIONS
 
 SHARD_KERNELS: dict[str, HostKernel] = {}
@@ -33,6 +33,12 @@ def _is_finite(key: int) -> bool:
     return 0x007FFFFF < key >> 32 < 0xFF800000
 
 
+def _token_of(a: Given, row: int) -> int:
+    """Returns the token of a row's largest key, -1 if its logit is not finite."""
+    best = int(a.keys[row * a.ranks : (row + 1) * a.ranks].max())
+    return _LOW - (best & _LOW) if _is_finite(best) else -1
+
+
 @kernel(SHARD_KERNELS)
 def best_of_part(a: Given) -> None:
     """Computes the key of each sampling row's best logit among this rank's, whose tokens begin at
@@ -52,13 +58,17 @@ def best_of_ranks(a: Given) -> None:
     """
     settings = a.options.view(OPTIONS)
     for row, position, sequence in sampled_rows(a.live, a.row_count):
-        best = int(a.keys[row * a.ranks : (row + 1) * a.ranks].max())
         one = settings[sequence]
         greedy = one["temperature"] == 0 and one["repetition_penalty"] == 1
         names = ("frequency_penalty", "presence_penalty", "biased", "logprobs")
         plain = greedy and not any(one[name] for name in names)
-        token = _LOW - (best & _LOW) if plain and _is_finite(best) else -1
-        advance(a, token, position, sequence)
+        advance(a, _token_of(a, row) if plain else -1, position, sequence)
+
+
+@kernel(SHARD_KERNELS)
+def accept_of_ranks(a: Given) -> None:
+    """Replaces `accept`: the likeliest token of a row is that of its largest key."""
+    accept_by(a, lambda row: _token_of(a, row))
 
 
 @kernel(SHARD_KERNELS)

@@ -77,10 +77,19 @@ KERNEL __launch_bounds__(THREADS)
 
 // Chooses the likeliest token of each row of a sequence that drafts in turn, and writes the sequence's new
 // state, as long as the next row holds the token chosen.
+#ifdef RANKS
+// For several ranks: one key of each rank in place of those of `head`'s blocks.
+KERNEL __launch_bounds__(THREADS)
+    accept_of_ranks(const int* live, const Options* options, const int* stops, int* state, int2* ring,
+                    const u64* found, u32 row_count, u32 vocabulary, u32 stop_count, u32 context,
+                    u32 ring_size, u32 ranks) {
+#else
 KERNEL __launch_bounds__(THREADS)
     accept(const int* live, const int* scored, const float* logits, const Options* options, const int* stops,
            int* state, int2* ring, float* workspace, u32 row_count, u32 vocabulary, u32 stop_count,
            u32 context, u32 ring_size) {
+    const u64* const found = keys_of(workspace);
+#endif
     __shared__ u64 bests[larger(ROWS, WARPS)];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = blockIdx.x;
     wait_for_previous();
@@ -92,7 +101,7 @@ KERNEL __launch_bounds__(THREADS)
     if (first > 0 && !another(load_row(live, first - 1))) return;  // the block of an earlier row does it
     const int count = rows_from(live, first, another), each = larger(1, WARPS / count);  // warps of a row
     for (int at = warp; at < count * each; at += WARPS) {
-        const u64* const keys = keys_of(workspace) + static_cast<long long>(first + at / each) * HEAD_BLOCKS;
+        const u64* const keys = found + static_cast<long long>(first + at / each) * HEAD_BLOCKS;
         u64 key = 0;
 #pragma unroll 8
         for (int i = at % each * 32 + lane; i < HEAD_BLOCKS; i += 32 * each)
