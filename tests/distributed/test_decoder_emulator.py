@@ -31,6 +31,7 @@ from ostinato.models.sharding import (
     shard_program,
 )
 from tests.distributed.products_program import CUTS, compare
+from tests.distributed.test_decoder_ranks import drafts_beside_steps
 from tests.distributed.test_exchange import emulate, on_ranks
 from tests.distributed.test_local import outcomes
 from tests.emulator.emulator import Emulator
@@ -187,35 +188,19 @@ def emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_draft_have_the_tokens_of_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences that draft beside each other; the rows of a step are the same without drafts."""
-    model = RandomModel(llama(4, 2, 32, inner=128, vocabulary=68, layers=2))
     emulated_ranks(monkeypatch)
-    options = OPTIONS | {"max_rows": 8, "lookup": 3}
 
-    def work(group: Group) -> list[Any]:
+    def work(group: Group) -> list[list[int]]:
+        options = OPTIONS | {"max_rows": 8, "lookup": 3}
         with (
             ost.open_device("host") as device,
-            Decoder(device, model.checkpoint(), group=group, **options) as decoder,
+            Decoder(device, MODEL.checkpoint(), group=group, **options) as decoder,
         ):
-            found: list[Any] = []
-            for drafts in (True, False):
-                decoder.reset()
-                decoder.prefill_batch({0: [5, 7, 9] * 4, 1: [3, 8] * 5})
-                if drafts:
-                    list(decoder.run_batch((0, 1), count=15))
-                else:
-                    for _ in range(15):
-                        decoder.decode_batch((0, 1))
-                found.append([decoder.tokens(0), decoder.tokens(1)])
-            numbers = decoder.statistics()
-            assert not numbers.quarantined
-            assert numbers.lookup_steps < numbers.lookup_tokens == 30
-            return found
+            return drafts_beside_steps(decoder)
 
     with local_groups(2) as groups:
         one, other = groups.run(work)
     assert one == other
-    assert one[0] == one[1]
 
 
 @pytest.mark.parametrize(

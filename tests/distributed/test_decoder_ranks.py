@@ -333,6 +333,25 @@ def test_ranks_draft_as_one_device_does(way: str) -> None:
     assert one[0] == single
 
 
+def drafts_beside_steps(decoder: Decoder) -> list[list[int]]:
+    """The tokens of two sequences that draft in one run, which are those of single steps."""
+    found = []
+    for drafts in (True, False):
+        decoder.reset()
+        decoder.prefill_batch({0: [5, 7, 9] * 4, 1: [3, 8] * 5})
+        if drafts:
+            list(decoder.run_batch((0, 1), count=15))
+        else:
+            for _ in range(15):
+                decoder.decode_batch((0, 1))
+        found.append([decoder.tokens(0), decoder.tokens(1)])
+    numbers = decoder.statistics()
+    assert not numbers.quarantined
+    assert numbers.lookup_steps < numbers.lookup_tokens == 30
+    assert found[0] == found[1]
+    return found[0]
+
+
 def test_ranks_draft_while_all_sequences_may() -> None:
     """Several sequences at once; none while one of them draws, or has a mask."""
     prompts = {i: [3 + i, 8, 13 + i, 8] * 4 for i in range(3)}

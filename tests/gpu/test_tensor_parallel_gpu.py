@@ -28,7 +28,7 @@ from tests.distributed.starting import (
     start,
     waits,
 )
-from tests.distributed.test_decoder_ranks import FIRST, SHAPES, masked
+from tests.distributed.test_decoder_ranks import FIRST, SHAPES, drafts_beside_steps, masked
 
 pytestmark = pytest.mark.gpu
 
@@ -83,6 +83,20 @@ def test_masks_of_rank_0_are_those_of_both() -> None:
             Decoder(device, model, group=group, sequences=3, stop_tokens=()) as decoder,
         ):
             return masked(decoder, group.rank)
+
+    with local_groups(2, deadline=60) as groups:
+        first, second = groups.run(rank_thread)
+    assert first == second
+
+
+def test_drafts_of_both_are_the_tokens_of_single_steps() -> None:
+    def rank_thread(group: Group) -> list[list[int]]:
+        options: dict[str, Any] = {"sequences": 2, "stop_tokens": (), "lookup": 3, "max_rows": 8}
+        with (
+            open_device(f"cuda:{group.rank}") as device,
+            Decoder(device, SHAPES[FIRST].checkpoint(), group=group, **options) as decoder,
+        ):
+            return drafts_beside_steps(decoder)
 
     with local_groups(2, deadline=60) as groups:
         first, second = groups.run(rank_thread)
