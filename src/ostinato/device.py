@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato import settings
 from ostinato.driver.api import Capabilities, DeviceProperties, Driver, StreamHandle
@@ -25,6 +24,8 @@ from ostinato.modules import CompileOptions, Kernel, ModuleCache, Source
 from ostinato.modules.source import as_source, only_kernel_of
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from ostinato.driver.host.kernel import HostKernel
 
 _PIECE = 64 << 10

@@ -30,7 +30,6 @@ from math import isinf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.driver.api import KernelArguments, ParameterSlot
 from ostinato.driver.forking import new_lock
@@ -38,6 +37,8 @@ from ostinato.errors import InputError
 from ostinato.records import dataclass
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from ostinato.driver.api import Driver
 
 

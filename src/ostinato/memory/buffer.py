@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.driver.api import MemcpyNodeParams, MemoryRange, MemsetNodeParams, whole_number
 from ostinato.driver.closeable import Closeable
@@ -33,6 +32,9 @@ from ostinato.driver.signature import (
 )
 from ostinato.driver.stream import Operation, Stream, require_stream
 from ostinato.errors import ClosedError, InputError, NotAvailableError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _HINTS = dict.fromkeys(
     ("numpy", "get", "cpu", "tolist", "item", "copy_to_host"),

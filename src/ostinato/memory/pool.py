@@ -14,8 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import field
-
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from ostinato.driver.api import parse_bytes
 from ostinato.driver.closeable import Closeable
@@ -27,6 +26,9 @@ from ostinato.errors import ClosedError, PoolSealedError
 from ostinato.logs import logger
 from ostinato.memory.buffer import Buffer, allocate, as_shape, device_dtype
 from ostinato.records import dataclass
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _ALIGNMENT = 256
 

@@ -13,10 +13,9 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -47,6 +46,9 @@ from ostinato.driver.cuda.launch import (
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
 from ostinato.records import dataclass
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 RECORD = np.dtype(
     [

@@ -25,15 +25,17 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.driver.api import Dim3, ParameterSlot
 from ostinato.driver.signature import Access, Signature, buffer_struct, numpys_dtype
 from ostinato.errors import InputError
 from ostinato.records import dataclass
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 DEFAULT_MAX_THREADS = 1024
 

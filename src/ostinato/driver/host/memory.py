@@ -11,10 +11,9 @@ import operator
 import os
 import struct
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.driver.api import MemoryRange
 from ostinato.driver.forking import new_lock
@@ -23,6 +22,9 @@ from ostinato.driver.host.kernel import HostKernel, PointerParameter
 from ostinato.driver.process_memory import as_numpy
 from ostinato.errors import Status, driver_error
 from ostinato.records import dataclass
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 POISON = 0xA5
 ALIGNMENT = 256

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ostinato.driver.api import (
     BatchMemOpNodeParams,
@@ -35,6 +34,9 @@ from ostinato.driver.host.modules import LoadedFunction
 from ostinato.driver.host.queue import HostContext
 from ostinato.driver.host.streams import HostEvent
 from ostinato.records import dataclass
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 Step: TypeAlias = Callable[[], object]
 
