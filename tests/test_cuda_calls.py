@@ -80,6 +80,7 @@ from ostinato.driver.cuda.libcuda import (
     Libcuda,
     parse_prototypes,
 )
+from ostinato.driver.cuda.starting import StartingDriver
 from ostinato.errors import (
     ClosedError,
     ContextPoisonedError,
@@ -779,6 +780,22 @@ def test_a_driver_that_is_too_old_is_not_passed_over(
     assert cuda_driver.gpu_count() == 0
     monkeypatch.setattr(cuda_driver, "Libcuda", lambda: Libcuda(str(stubs("12.4"))))
     assert cuda_driver.gpu_count() == 1
+
+
+@pytest.mark.parametrize(("status", "ordinal", "calls"), [(0, 0, 4), (100, 0, 1), (0, 1 << 80, 1)])
+def test_a_context_that_is_retained_ahead_is_released(
+    stubs: Stubs, status: int, ordinal: int, calls: int
+) -> None:
+    """And what fails is left to the driver that is opened then."""
+    dll = ctypes.CDLL(str(stubs()))
+    ctypes.c_int.in_dll(dll, "status").value = status
+    counted = ctypes.c_int.in_dll(dll, "calls")
+    before = counted.value
+    for _ in range(2):
+        StartingDriver(ordinal, str(stubs())).release()
+    ctypes.c_int.in_dll(dll, "status").value = 0
+    assert counted.value - before == 2 * calls
+    StartingDriver(0, "libcuda-of-no-machine.so.1").release()
 
 
 def test_a_library_without_a_version_is_no_driver(stubs: Stubs) -> None:

@@ -102,6 +102,39 @@ def test_without_a_driver_cuda_core_is_not_imported() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
 
 
+@pytest.mark.parametrize(
+    ("name", "started"),
+    [(None, [0]), ("cuda:3", [3]), (2, [2]), ("host", []), ("cuda:x", []), (1.5, [])],
+)
+def test_a_driver_starts_before_modules_are_imported(name: object, started: list[int]) -> None:
+    """In a process that has imported none; one that has them opens the device at once."""
+    script = f"""
+import sys
+import ostinato
+from ostinato.driver.cuda import starting
+
+class Fake:
+    def __init__(self, ordinal):
+        assert not {{"numpy", "ostinato.device"}} & {{*sys.modules}}
+        made.append(ordinal)
+
+    def release(self):
+        assert "ostinato.device" in sys.modules
+        released.append(self)
+
+made, released = [], []
+starting.StartingDriver = Fake
+for _ in range(2):
+    try:
+        ostinato.open_device({name!r}).close()
+    except ostinato.OstinatoError:
+        pass
+assert made == {started} and len(released) == {len(started)}
+"""
+    environment = {n: v for n, v in os.environ.items() if n != "OSTINATO_DEVICE"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
 def test_no_library_says_what_to_install() -> None:
     with pytest.raises(NoCudaError, match=re.escape(INSTALL_LINE)):
         Libcuda("libcuda-of-no-machine.so.1")

@@ -30,6 +30,7 @@ RANKS = {
     "launching": 3,
     "state": 3,
     "explain": 4,
+    "opening": 4,
     "graphfile": 4,
     "step": 5,
     "testing": 5,

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ostinato import step as step
     from ostinato import testing as testing
     from ostinato.device import Device as Device
-    from ostinato.device import open_device as open_device
     from ostinato.driver.api import LaunchConfig as LaunchConfig
     from ostinato.driver.api import MemoryRange as MemoryRange
     from ostinato.driver.api import NodeKind as NodeKind
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from ostinato.modules import Source as Source
     from ostinato.modules.offline import compile as compile
     from ostinato.modules.source import kernel as kernel
+    from ostinato.opening import open_device as open_device
     from ostinato.state import DeviceArray as DeviceArray
     from ostinato.state import DeviceScalar as DeviceScalar
     from ostinato.step import CaptureLimits as CaptureLimits
@@ -109,7 +109,7 @@ _HOMES = {
     "kernel": "modules.source",
     "launch": "launching",
     "lift": "graph",
-    "open_device": "device",
+    "open_device": "opening",
     "prepare": "launching",
     "record": "graph",
 }

@@ -317,15 +317,8 @@ class Device(Closeable):
 
 
 def open_device(name: str | int | None = None) -> Device:
-    """Opens a device: "host" (or "cpu"), "cuda", "cuda:0", …; a number is that of a GPU.
-
-        device = ost.open_device()          # a GPU if there is one
-        device = ost.open_device("host")    # the CPU
-
-    Without a name: OSTINATO_DEVICE, else "cuda:0" if there is a GPU, else "host".
-    Raises NoCudaError if a CUDA device is named and there is none, InputError for an unknown name,
-    SettingsError for an unknown name in OSTINATO_DEVICE.
-    """
+    """Does what `ostinato.open_device` says, which starts a GPU's driver first if this module is
+    not imported yet."""
     if name is not None and name != "":
         return Device(_driver(name))
     configured = settings.device_name()
