@@ -14,8 +14,9 @@ those below it, and keeps its own data of a handle:
     nodes, launch    records to cuda.h's structures and back
     host_functions   Python functions that CUDA calls
     libcuda          prototypes, structures, the loader
+    starting         the driver's start, beside the imports of a new process
 
-Nothing of `cuda.*` is imported, and libcuda is not loaded, before a `CudaDriver` is made.
+Nothing of `cuda.*` is imported, and libcuda is not loaded, before a device is opened.
 """
 
 from __future__ import annotations
