@@ -34,11 +34,12 @@ def open_device(name: str | int | None = None) -> Device:
 
 
 def _started(name: str | int | None) -> StartingDriver | None:
-    """Starts the driver of a GPU that may be meant, to import modules meanwhile."""
+    """Starts the driver of a GPU that may be meant, to import modules meanwhile; None without one,
+    and where the modules of other libraries are collected, which begins before the driver."""
     if name is None or name == "":
         name = settings.device_name() or "cuda"
     kind, _, number = (f"cuda:{name}" if isinstance(name, int) else str(name)).partition(":")
-    if kind != "cuda" or not (number or "0").isdecimal():
+    if kind != "cuda" or not (number or "0").isdecimal() or settings.COLLECT_MODULES.read():
         return None
     from ostinato.driver.cuda.starting import StartingDriver
 
