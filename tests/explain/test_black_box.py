@@ -131,6 +131,26 @@ def test_what_may_have_started_early_is_named_too(
     assert all(f"node {i} (" in text for i in range(4) if states[i] in ("running", "early"))
 
 
+@pytest.mark.parametrize("off", [False, True])
+def test_no_mark_is_set_before_that_of_the_node_before(device: Device, off: bool) -> None:
+    """Also if a node between two others is switched off; on both drivers."""
+    ground, graph = Ground(device), ost.Graph.create(device)
+    spin = graph.add_kernel(ground.kernel("spin"), ONE, 50)
+    second = graph.add_kernel(ground.kernel("twice"), ROW, ground.x, after=[spin])
+    graph.add_kernel(ground.kernel("twice"), ROW, ground.x, after=[second])
+    run = graph.instantiate()
+    if off:
+        run.set(1, enabled=False)
+    with ost.black_box() as box:
+        run.launch(ground.stream)
+        (watched,) = box._kept
+        assert watched.twin is not None
+        while not ground.stream.done():
+            seen, later = watched.twin.words(), watched.twin.words()
+            assert all(later[i - 1] == 1 for i in (1, 2) if seen[i] == 1), (seen, later)
+        assert watched.twin.words() == [1, 1, 1]
+
+
 def test_the_last_node_has_a_mark_in_any_case(ground: Ground) -> None:
     report = fault_of(ground, row(ground, 4, bad=3), every=100).report
     assert isinstance(report, BlackBoxReport)

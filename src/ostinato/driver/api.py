@@ -775,7 +775,7 @@ class EdgeData:
     """The properties of an edge: its ports, by the driver's numbers, and its type.
 
     `from_port` 0: when the node is done; 1: programmatic launch completion (every block of the
-    upstream kernel triggered or ended); 2: launch order.
+    upstream kernel triggered or ended); 2: launch order (every block has begun).
     """
 
     from_port: int = 0
@@ -785,6 +785,8 @@ class EdgeData:
 
 PROGRAMMATIC = EdgeData(from_port=1, type=EdgeType.PROGRAMMATIC)
 """The target, a kernel, starts when the blocks of the source, a kernel, have triggered or ended."""
+LAUNCH_ORDER = EdgeData(from_port=2, type=EdgeType.PROGRAMMATIC)
+"""The target, a kernel, starts when the blocks of the source, a kernel, have begun."""
 
 
 @dataclass(frozen=True, slots=True)

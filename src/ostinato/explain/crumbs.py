@@ -6,6 +6,10 @@ filled with another value than at the start.  The host can read the words while 
 after the context is lost.
 Child graphs and bodies of conditional nodes have words of their own.
 
+Behind a kernel the crumb's kernel starts as soon as all blocks of that one have begun, and waits
+itself for its end, so that its launch takes no time of its own.  Not in the bodies of conditional
+nodes, where drivers may refuse such edges, and not behind a node that is switched off.
+
 A kernel that lets the next one start early (a programmatic edge) still does: the crumb's kernel
 starts early behind it, sets the word to a third value, lets the next kernel start, and waits for
 the end of the node before it sets the word to that of a node that ended.  So the words tell which
@@ -19,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from ostinato.driver.api import (
+    LAUNCH_ORDER,
     PROGRAMMATIC,
     AllocNodeParams,
     ChildGraphNodeParams,
@@ -127,6 +132,8 @@ class CrumbTwin:
         self.revision, nodes = run.revision(), run.nodes()
         _require_copyable(run, nodes)
         every_graph = [nodes, *(body for node in every_node(nodes) for body in node.children)]
+        self._off = _switched_off(run, nodes)
+        """The nodes, by their handles, that the twin can switch off."""
         self._crumb_kernel = probe(context, "ostinato_crumb")
         self._early_kernel = probe(context, "ostinato_early_crumb")
         self._begin_kernel = probe(context, "ostinato_begin")
@@ -149,10 +156,12 @@ class CrumbTwin:
                     )
             self._made: dict[NodeHandle, Node] = {}
             """The twin's nodes, by the handles of the originals."""
+            self._hidden = context.driver.capabilities.programmatic_launch
+            """True: crumbs may start before the ends of the kernels before them."""
             self.area = self._fill(self.graph, run.graph.handle, nodes, run.graph.nodes())
             priority = bool(run.flags & InstantiateFlags.USE_NODE_PRIORITY)
             self.executable = self.graph.instantiate(use_node_priority=priority)
-            self._switch(run, nodes)
+            self._switch(self._off)
         except BaseException:
             self.graph.close()
             raise
@@ -170,13 +179,16 @@ class CrumbTwin:
             return changed
         try:
             nodes = run.nodes()
+            off = _switched_off(run, nodes)
+            if not off <= self._off:
+                return None
             for old, new in zip(every_node(self.area.nodes), every_node(nodes), strict=True):
                 if new.params != old.params:
                     if new.children:
                         return None
                     self.executable.set(self._made[new.handle], self._params(new))
                     changed.append(new)
-            self._switch(run, nodes)
+            self._switch(off)
         except OstinatoError:
             return None
         self.area, self.revision = self.area.with_nodes(nodes), revision
@@ -187,15 +199,10 @@ class CrumbTwin:
         self.executable.close()
         self.graph.close()
 
-    def _switch(self, run: GraphExec, nodes: tuple[Node, ...]) -> None:
-        """Switches nodes off and on as they are in the executable."""
-        if not run.changed():
-            return
-        for node in every_node(nodes):
-            if node.kind in (NodeKind.KERNEL, NodeKind.MEMCPY):
-                enabled, mine = run.enabled(node), self._made[node.handle]
-                if enabled != self.executable.enabled(mine):
-                    self.executable.set(mine, enabled=enabled)
+    def _switch(self, off: frozenset[NodeHandle]) -> None:
+        """Switches these nodes off, and on those that are not among them."""
+        for handle in self._off:
+            self.executable.set(self._made[handle], enabled=handle not in off)
 
     # --- building
     def _fill(
@@ -242,13 +249,15 @@ class CrumbTwin:
             made[i], inside[i] = self._add(target, nodes[i], defined[i], after, data_of)
             self._made[nodes[i].handle] = made[i]
             if count % self.every == 0 or i not in followed:
-                crumbs[i] = self._crumb(target, start + i, made[i], early=i in early)
+                off = nodes[i].handle in self._off
+                crumbs[i] = self._crumb(target, start + i, made[i], early=i in early, off=off)
         return Area(start, nodes, before, order, frozenset(crumbs), inside)
 
-    def _crumb(self, target: Graph, at: int, after: Node, *, early: bool) -> Node:
+    def _crumb(self, target: Graph, at: int, after: Node, *, early: bool, off: bool) -> Node:
         kernel = self._early_kernel if early else self._crumb_kernel
         mark = prepare(kernel, LaunchConfig(1, 1), self._words[at : at + 1])
-        data = [PROGRAMMATIC] if early else None
+        hidden = self._hidden and after.kind is NodeKind.KERNEL
+        data = None if off else [PROGRAMMATIC] if early else [LAUNCH_ORDER] if hidden else None
         return target.add(mark.params, after=[after], edge_data=data, operation=mark)
 
     def _add(
@@ -277,9 +286,10 @@ class CrumbTwin:
         if not isinstance(params, ConditionalNodeParams):
             return made, ()
         bodies = Conditional(target, made).bodies
-        return made, tuple(
-            self._fill(body, *graph) for body, graph in zip(bodies, inner, strict=True)
-        )
+        hidden, self._hidden = self._hidden, False
+        areas = [self._fill(body, *graph) for body, graph in zip(bodies, inner, strict=True)]
+        self._hidden = hidden
+        return made, tuple(areas)
 
     def _params(self, node: Node) -> NodeParams:
         """Returns a node's parameters with the twin's conditions."""
@@ -295,6 +305,14 @@ class CrumbTwin:
             if mine is not None:
                 data[at : at + 8] = int(mine).to_bytes(8, "little")
         return params.with_data(bytes(data))
+
+
+def _switched_off(run: GraphExec, nodes: tuple[Node, ...]) -> frozenset[NodeHandle]:
+    """Returns the nodes of an executable that are switched off."""
+    if not run.changed():
+        return frozenset()
+    can = [n for n in every_node(nodes) if n.kind in (NodeKind.KERNEL, NodeKind.MEMCPY)]
+    return frozenset(node.handle for node in can if not run.enabled(node))
 
 
 def _condition_places(node: Node, params: KernelNodeParams) -> Iterator[int]:

@@ -52,15 +52,26 @@ __device__ void set_word(unsigned* word, const unsigned value) {
     asm volatile("st.mmio.relaxed.sys.u32 [%0], %1;" : : "l"(word), "r"(value) : "memory");
 }
 
+// Waits for the node before, also if this kernel started early.
+__device__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // One thread.
-KERNEL ostinato_crumb(unsigned* word) { set_word(word, 1); }
+KERNEL ostinato_crumb(unsigned* word) {
+    wait();
+    set_word(word, 1);
+}
 
 // The same behind a programmatic edge: it starts when all blocks of the node let it.  One thread.
 KERNEL ostinato_early_crumb(unsigned* word) {
     set_word(word, 3);
 #if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+    wait();
     set_word(word, 1);
 }
 
