@@ -1,10 +1,11 @@
 """The cost of a black box: replays without a box, with one, and after it.
 
 A mark is a kernel of one thread, so with a mark after every node the GPU runs twice as many
-kernels.  A chain of tiny kernels is the worst case: a mark costs the same after a long one.  A
-decode step of the 8B shape (random weights, one row, position 64, one replay after the other) is
-what a user has; its kernels start early, also with marks between them.  Without a box a launch runs
-no other code than before; `after` shows that nothing is left of a box that was closed.
+kernels; that of a mark starts while its node runs, and waits for its end.  A chain of tiny kernels
+is the worst case: a mark costs the same after a long one.  A decode step of the 8B shape (random
+weights, one row, position 64, one replay after the other) is what a user has; its kernels start
+early, also with marks between them.  Without a box a launch runs no other code than before; `after`
+shows that nothing is left of a box that was closed.
 
     python -m benchmarks.black_box [--shape 8B] [--out DIR] [--device cuda:0|host] [--quick]
 

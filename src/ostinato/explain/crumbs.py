@@ -8,7 +8,8 @@ Child graphs and bodies of conditional nodes have words of their own.
 
 Behind a kernel the crumb's kernel starts as soon as all blocks of that one have begun, and waits
 itself for its end, so that its launch takes no time of its own.  Not in the bodies of conditional
-nodes, where drivers may refuse such edges, and not behind a node that is switched off.
+nodes, where drivers may refuse such edges, and not behind a node that is switched off, where only a
+plain edge is sure to keep the order.
 
 A kernel that lets the next one start early (a programmatic edge) still does: the crumb's kernel
 starts early behind it, sets the word to a third value, lets the next kernel start, and waits for
