@@ -96,6 +96,8 @@ _WAITING = (
     torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
+    torch.ops.aten.bincount.default,
+    torch.ops.aten._unique2.default,
     torch.ops.aten._linalg_check_errors.default,
     # No tag of torch says that it waits: a chain learns it when it breaks a capture.
     torch.ops.aten._linalg_eigh.default,

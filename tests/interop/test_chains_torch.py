@@ -559,6 +559,121 @@ def test_a_wait_that_torch_does_not_show_leaves_nothing_written_twice(
     assert step.statistics().replays == 0 and "not permitted" in step.explain()
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: torch.bincount(x, minlength=3) + 1,
+        lambda x: torch.unique(x, return_inverse=True, return_counts=True),
+        lambda x: (x * 2)[x > 3],
+        lambda x: (x * 2).masked_select(x > 3) + 1,
+        lambda x: x.clone().index_put_((x > 3,), x.sum()),
+        lambda x: torch.nonzero(x > 3) * 2,
+    ],
+)
+def test_a_count_that_differs_reads_and_writes_no_other_memory(
+    work: Make, make: Make, where: str
+) -> None:
+    """Operations that need the count run before the host has seen that it is another one."""
+    draw, step = random.Random(2), make(work)
+    with torch.no_grad():
+        for call in range(40):
+            most = 0 if call < 12 else draw.choice((0, 1, 5, 90))
+            values = [draw.randrange(most) for _ in range(64)] if most else [*range(5), *[0] * 59]
+            x = torch.tensor(values, device=where)
+            for found, wanted in zip(_leaves(step(x)), _leaves(work(x)), strict=True):
+                assert same(found, wanted), call
+    assert step.statistics().replays > 5, step.explain()
+
+
+@pytest.mark.parametrize("written", ["by itself", "by a view", "not"])
+def test_a_number_is_read_before_it_is_written(written: str, make: Make, where: str) -> None:
+    def function(x: Any) -> Any:
+        n = x.sum()
+        if n.item() == 10.0:
+            n = n.mul_(2) if written == "by itself" else n * 2 if written == "not" else n
+            n.view(1).add_(2) if written == "by a view" else None
+        return x + n
+
+    step = make(function)
+    with torch.no_grad():
+        for call in range(30):
+            values = [3.0, 2.0, 1.0, 4.0 + (call > 12 and call % 3 == 0)]
+            x = torch.tensor(values, device=where)
+            assert same(step(x), function(x)), call
+    assert step.statistics().replays > 5, step.explain()
+    # Work that may run while the number is read needs no IF node.
+    assert ("conditional" in step.inspect()) == (written != "not")
+
+
+def test_matrices_without_an_inverse_in_the_middle(make: Make, where: str) -> None:
+    """What comes after a check of errors runs before the host has seen that there is one."""
+
+    def function(a: Any) -> Any:
+        for _ in range(3):
+            a = torch.linalg.inv(a) + torch.eye(4, device=where)
+            lower = torch.linalg.cholesky(a @ a.mT + torch.eye(4, device=where))
+            a = a + torch.linalg.solve(lower.mT, a, left=False)
+        return a
+
+    draw, step = torch.Generator().manual_seed(5), make(function)
+    kinds = [torch.full((4, 4), value) for value in (0.0, float("nan"), float("inf"), 1e38)]
+    with torch.no_grad():
+        for call in range(40):
+            a = torch.randn(2, 4, 4, generator=draw) + 4 * torch.eye(4)
+            if call > 12 and call % 2:
+                a[call % 4 // 2] = kinds[call // 4 % 4]
+            outcomes = []
+            for way in (function, step):
+                try:
+                    outcomes.append(way(a.to(where)))
+                except RuntimeError as error:
+                    outcomes.append(str(error))
+            wanted, found = outcomes
+            assert type(found) is type(wanted), call
+            assert found == wanted if isinstance(found, str) else same(found, wanted), call
+    assert step.statistics().replays > 5, step.explain()
+
+
+def _from_fewer(x: Any, at: Any, _: Any) -> Any:
+    x = x[:, :3]
+    return x.gather(-1, at) if bool((at < 3).all()) else x
+
+
+def _copied_over(x: Any, at: Any, places: Any) -> Any:
+    at.copy_(places)
+    return x.gather(-1, at) if bool((at < 5).all()) else x
+
+
+def _written_by_a_view(x: Any, at: Any, places: Any) -> Any:
+    at[:2, 0].add_(places[:2, 0])
+    return x.gather(-1, at) if bool((at < 5).all()) else x
+
+
+def _of_other_memory(x: Any, at: Any, places: Any) -> Any:
+    del at
+    at = places.clone()
+    return x.gather(-1, at) if bool((at < 5).all()) else x
+
+
+@pytest.mark.parametrize("work", [_from_fewer, _copied_over, _written_by_a_view, _of_other_memory])
+def test_places_that_a_value_guards_are_not_read_for_another_one(
+    work: Make, make: Make, where: str
+) -> None:
+    """An action's place in the table of its probabilities needs no guard, unlike others."""
+
+    def function(x: Any, places: Any) -> Any:
+        return work(x, x.argmax(-1, keepdim=True), places)
+
+    draw, step = random.Random(4), make(function)
+    with torch.no_grad():
+        for call in range(40):
+            x = torch.eye(5)[[0 if call < 12 else draw.randrange(5) for _ in range(4)]].to(where)
+            most = 1 if call < 12 else draw.choice((1, 1, 9**9))
+            places = torch.full((4, 1), draw.randrange(most), device=where)
+            assert same(step(x, places), function(x, places)), call
+    assert step.statistics().replays > 5, step.explain()
+
+
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize(
     "work",
@@ -652,6 +767,60 @@ class TestOnGpu:
         self.run(step, function, lambda: torch.randn(3, device="cuda"))
         assert step.statistics().replays > 4, step.explain()
 
+    def test_a_copy_from_the_cpu_that_is_written_is_made_in_each_call(self, make: Make) -> None:
+        library = torch.library.Library("ostinato_tests", "FRAGMENT")
+        library.define("doubled(Tensor x) -> Tensor")  # it does not say that it writes x
+        library.impl("doubled", lambda x: x.mul_(2).clone(), "CUDA")
+
+        def added(scale: Any, x: Any) -> Any:
+            return scale.add_(x)
+
+        def by_a_view(scale: Any, x: Any) -> Any:
+            scale[1:].unsqueeze(0).copy_(x[1:])
+            return scale
+
+        def by_out(scale: Any, x: Any) -> Any:
+            return torch.add(x, 1, out=scale)
+
+        def after_a_wait(scale: Any, x: Any) -> Any:
+            return scale.add_(1) if bool(x.isfinite().all()) else scale
+
+        def by_no_word(scale: Any, x: Any) -> Any:
+            return torch.ops.ostinato_tests.doubled(scale)
+
+        def by_statistics(scale: Any, x: Any) -> Any:
+            kept = scale.clone()
+            torch.nn.functional.batch_norm(x[None] + x[:, None], scale, kept, training=True)
+            return scale
+
+        for write in (added, by_a_view, by_out, after_a_wait, by_no_word, by_statistics):
+
+            def function(x: Any, write: Any = write) -> Any:
+                scale = torch.tensor([1.0, 2.0, 3.0]).to("cuda")
+                return x * write(scale, x) + scale
+
+            step = make(function)
+            self.run(step, function, lambda: torch.randn(3, device="cuda"))
+            assert step.statistics().replays > 4, (write, step.explain())
+
+    @pytest.mark.parametrize("results", ["clone", "static"])
+    def test_a_copy_from_the_cpu_that_is_returned_is_the_callers(
+        self, results: str, make: Make
+    ) -> None:
+        def function(x: Any) -> Any:
+            scale = torch.tensor([1.0, 2.0, 3.0]).to("cuda")
+            return scale, x * scale
+
+        step = make(function, results=results)
+        with torch.no_grad():
+            for _ in range(16):
+                x = torch.randn(3, device="cuda")
+                found = step(x)
+                for one, wanted in zip(found, function(x), strict=True):
+                    assert same(one, wanted), step.explain()
+                found[0].zero_()
+        assert step.statistics().replays > 4, step.explain()
+
     def test_a_cpu_tensor_that_no_guard_reads_is_read_in_each_call(self, make: Make) -> None:
         held = {"table": torch.tensor([1.0, 2.0, 3.0])}
         find = held.__getitem__
@@ -704,6 +873,35 @@ class TestOnGpu:
         step = make(function)
         self.run(step, function, lambda: torch.ones(64, device="cuda"), 24)
         assert step.statistics().replays > 4, step.explain()
+
+    @pytest.mark.parametrize("returned", [False, True])
+    def test_several_parts_draw_and_another_value_takes_back_what_they_drew(
+        self, returned: bool, make: Make
+    ) -> None:
+        def function(x: Any) -> Any:
+            noise = torch.rand(4, device="cuda")
+            if (x * noise).sum() > 0:
+                found = x.multinomial(3).float() + torch.randn(3, device="cuda")
+            else:
+                found = torch.nn.functional.dropout(x, 0.5)[:3]
+            assert found.isfinite().all()
+            found = torch.cat([found, noise, torch.rand(2, device="cuda")])
+            return (found, found.sum().item()) if returned else found
+
+        step = make(function)
+        draw = random.Random(3)
+        with torch.no_grad():
+            for call in range(40):
+                sign = 1 if call < 10 else draw.choice((1, 1, -1))
+                x = torch.rand(4, device="cuda") * sign
+                torch.manual_seed(call)
+                expected = _leaves(function(x)), torch.rand(1, device="cuda")
+                torch.manual_seed(call)
+                found = _leaves(step(x)), torch.rand(1, device="cuda")
+                assert torch.equal(found[1], expected[1]), call
+                for one, wanted in zip(found[0], expected[0], strict=True):
+                    assert torch.equal(torch.as_tensor(one), torch.as_tensor(wanted)), call
+        assert step.statistics().replays > 20, step.explain()
 
     def test_kernels_that_torch_does_not_see(self, make: Make) -> None:
         triton = pytest.importorskip("triton")

@@ -570,8 +570,11 @@ def test_addresses_are_read_anew_and_as_torch_tells_them(make: Any) -> None:
 
 
 @pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+@pytest.mark.parametrize("further", [None, lambda: struct.pack("2Q", 8, 9)])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -> None:
+def test_a_call_in_c_tells_the_graph_where_tensors_lie(
+    make: Any, reads: bool, further: Any
+) -> None:
     library, x = make(lambda x: x)._library, torch.ones(5)
     lock, stream, noted, before = threading.RLock(), object(), [], []
     captured, turns = Hidden(), SimpleNamespace(last=stream)
@@ -593,14 +596,15 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
     way = recheck._extension.Way(  # type: ignore[union-attr]
         *(checks.made(1, ()), lock.acquire, lock.release, weakref.ref(captured), turns, stream),
         *(library.maker(), library.address, library.reader if reads else None, 7),
-        *(replay, "key", recheck.MISSED, [].append, b""),
+        *(replay, "key", recheck.MISSED, [].append, b"", further),
     )
+    rest = [0] * 29 if further is None else [8, 9] + [0] * 27
 
     def call(given: Any) -> Any:
         made = way.call((given,), {})
         assert [one.shape for one in made] == [(3,), (2, 2)]
         where = [given.data_ptr(), *[one.data_ptr() for one in made]]
-        assert [*noted[-1]] == where + [0] * 29
+        assert [*noted[-1]] == where + rest
         return made
 
     kept = [call(given) for given in (x, torch.ones(7)[2:], x)]
@@ -609,6 +613,20 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(make: Any, reads: bool) -
     assert way.call((torch.ones(6),), {}) is recheck.MISSED and len(noted) == 5 == len(kept)
     with pytest.raises(TypeError, match="only a replay"):
         way(SimpleNamespace())
+
+
+@pytest.mark.skipif(not recheck.compiled(), reason="the extension was not built")
+@pytest.mark.parametrize("of", ["blas", "linalg"])
+def test_a_library_that_is_set_again_is_read_again(make: Any, of: str) -> None:
+    """The settings themselves take too long to be read by each call."""
+    library = make(lambda x: x)._library
+    checks = Checks(library)
+    for held, name in library.names():
+        checks.some_items(held, {name: held[name]})
+    match = checks.made(0, ()).match
+    assert match((), {}) == [] == match((), {})
+    getattr(torch.backends.cuda, f"preferred_{of}_library")("default")
+    assert match((), {}) is None
 
 
 class Hidden:

@@ -37,6 +37,8 @@ def _works(draw: Any, where: str) -> Iterator[tuple[Any, ...]]:
     yield _aten.index.Tensor, torch.randn(3, *shape, 2).to(where), [None, mask]
     yield _aten.index_put.default, x, [mask], torch.randn(found, generator=draw).to(where)
     yield _aten.index_put.default, x, [mask], torch.tensor(2.0, device=where), True
+    yield _aten._unique2.default, whole, True, bool(number(2)), bool(number(2))
+    yield _aten._unique2.default, whole.mT if x.dim() > 1 else whole - 1
     if x.dim() == 1:
         yield _aten.repeat_interleave.Tensor, whole.long()
         yield _aten.repeat_interleave.Tensor, whole.long() - 1

@@ -672,8 +672,10 @@ class Graphed(Guarded, Closeable):
         hows: list[Callable[[Any], Any] | None] = []
         if self._options.results == "static":
             # The outputs themselves, but copies of those in the graph's inputs: the next call may
-            # take these as other arguments, whose copies would overwrite each other.
-            memory = [*map(library.storage, captured.inputs)]
+            # take these as other arguments, whose copies would overwrite each other.  Nor must the
+            # caller write what a chain has made once.
+            constants = captured.chain.constants if captured.chain is not None else ()
+            memory = [*map(library.storage, [*captured.inputs, *constants])]
             for output in outputs:
                 place = library.address(output)
                 hows.append(library.clone if any(m.holds(place) for m in memory) else _itself)

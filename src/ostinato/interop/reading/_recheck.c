@@ -689,14 +689,16 @@ typedef struct {
     PyObject *missed;              /* the result if the call does not match */
     PyObject *timed;               /* called with the seconds of every TIMED-th call */
     PyObject *written;             /* bytes: begin and end address of each range that is written */
+    PyObject *further;             /* returns bytes that follow the addresses; or None */
     PyObject *last_word, *recipes_word, *give_word, *set_word, *zero;
     PyObject *bytes;               /* new argument 0 of that node, while `replay` runs */
+    Py_ssize_t used;               /* the number of addresses in `bytes` */
     Py_ssize_t count;              /* number of replays */
     Reader read;                   /* `reader`, parsed */
     int ended;
 } Way;
 
-enum { WAY_ARGUMENTS = 15, WAY_OBJECTS = 21 };
+enum { WAY_ARGUMENTS = 16, WAY_OBJECTS = 22 };
 
 static PyObject **
 way_objects(Way *self)
@@ -780,20 +782,45 @@ new_outputs(Way *self, PyObject *captured)
 /* Launches the graph with the addresses of its inputs and outputs.  Returns 1, 0 if the graph is
  * gone, or -1 with an exception set. */
 static int
-way_launch(Way *self, const uint64_t *words)
+way_launch(Way *self, const uint64_t *words, Py_ssize_t used)
 {
-    PyObject *before = self->bytes; /* of an outer call: a finalizer may have made this one */
+    /* Of an outer call: a finalizer may have made this one. */
+    PyObject *before = self->bytes;
+    Py_ssize_t used_before = self->used;
     PyObject *bytes = PyBytes_FromStringAndSize((char *)words, MOST_WORDS * sizeof *words);
     self->bytes = bytes;
+    self->used = used;
     PyObject *answer = bytes == NULL
                            ? NULL
                            : PyObject_CallFunctionObjArgs(self->replay, self->name, self->stream,
                                                           (PyObject *)self, NULL);
     self->bytes = before;
+    self->used = used_before;
     Py_XDECREF(bytes);
     int launched = answer == NULL ? -1 : PyObject_IsTrue(answer);
     Py_XDECREF(answer);
     return launched;
+}
+
+/* Puts what `further` returns behind the addresses in `bytes`, which nobody else has seen.  Returns
+ * 0 with an exception set if that fails. */
+static int
+add_further(Way *self)
+{
+    char *into, *from;
+    Py_ssize_t size, whole, place = self->used * (Py_ssize_t)sizeof(uint64_t);
+    PyObject *bytes = Py_NewRef(self->bytes), *further = PyObject_CallNoArgs(self->further);
+    int added = further != NULL && PyBytes_AsStringAndSize(further, &from, &size) == 0 &&
+                PyBytes_AsStringAndSize(bytes, &into, &whole) == 0;
+    if (added && size > whole - place) {
+        PyErr_SetString(PyExc_ValueError, "too many words");
+        added = 0;
+    }
+    if (added)
+        memcpy(into + place, from, (size_t)size);
+    Py_XDECREF(further);
+    Py_DECREF(bytes);
+    return added;
 }
 
 /* Patches the executable that `replay` is about to launch: `replay` calls the Way for this. */
@@ -808,6 +835,8 @@ way_change(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "only a replay calls it, with an executable");
         return NULL;
     }
+    if (self->further != Py_None && !add_further(self))
+        return NULL;
     return PyObject_CallMethodObjArgs(executable, self->set_word, self->node, self->zero,
                                       self->bytes, NULL);
 }
@@ -847,7 +876,7 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     if (launched == 1) {
         made = way_turn(self) ? new_outputs(self, captured) : NULL;
         launched = made != NULL && add_addresses(self, made, words, &used)
-                       ? way_launch(self, words)
+                       ? way_launch(self, words, used)
                        : -1;
     }
     if (launched == 1) {
@@ -985,7 +1014,7 @@ static PyMemberDef way_members[] = {
 
 static PyType_Slot way_slots[] = {
     {Py_tp_doc, "Way(recheck, acquire, release, captured, turns, stream, maker, address, "
-                "reader, node, replay, name, missed, timed, written)\n--\n\n"
+                "reader, node, replay, name, missed, timed, written, further)\n--\n\n"
                 "A whole call by the short way; see ostinato.interop.reading.recheck."},
     {Py_tp_new, way_new},
     {Py_tp_dealloc, dealloc},

@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ostinato import Device, Graph, GraphExec, Stream
+from ostinato import Device, Graph, GraphExec, MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
 from ostinato.interop.reading.conditions import Record, Scalar, join
 from ostinato.interop.reading.tails import Gives, ResultPlace
@@ -101,6 +101,23 @@ class Wait:
     def compared(self) -> bool:
         """True if another value than the chain's ends a replay."""
         return bool(self.line) and self.place is None and self.step is None
+
+
+class Draws(Protocol):
+    """The `before_launch` of a graph that draws random numbers."""
+
+    nbytes: int
+    """The bytes that the graph reads in each launch."""
+
+    def next(self) -> bytes:
+        """Returns these bytes for the next launch, and advances the generators."""
+
+    def read_at(self, graph: Graph, address: int | None) -> None:
+        """Makes a definition read them at an address, where they lie at each launch; at their own
+        place for None."""
+
+    def __call__(self, stream: Stream, /) -> None:
+        """Puts the next ones at their own place."""
 
 
 class Diverged(Exception):
@@ -175,8 +192,10 @@ class Chain:
     outputs: Sequence[Any] = ()
     """Results in the memory of the graphs that callers keep (`results="static"`), which must be put
     back if a replay diverges: one may be an argument of the same call."""
+    constants: Sequence[Any] = ()
+    """Arrays that are made once, and that the graphs read."""
     draws: bool = False
-    """True if the call draws random numbers before its last compared wait."""
+    """True if the call draws random numbers that must be taken back if a replay ends early."""
     complete: bool = True
     """True if putting back `saved` and the generators restores all memory, wherever a replay
     ends."""
@@ -340,6 +359,10 @@ class ChainBuilder:
         """Returns a block in which the function runs; the library sets it."""
         self.graphs: list[Graph] = []
         self.links: list[ChainLink] = []
+        self.constants: list[Any] = []
+        """Arrays that are made once, and that the graphs read; the library adds them."""
+        self.further: Callable[[], bytes] | None = None
+        """Returns what the first graph sets for each launch of the whole (`Moves`)."""
         self.last: GraphExec | None = None
         """The executable of the graph after the last wait."""
 
@@ -367,9 +390,11 @@ class ChainBuilder:
         self.links.append(ChainLink(self.last, wait))
         self.last = None
 
-    def joined(self, device: Device) -> tuple[Chain, GraphExec]:
+    def joined(self, device: Device, room: MemoryRange | None) -> tuple[Chain, GraphExec]:
         """Makes the chain, in which graphs with waits for numbers between them are one, and returns
-        it with the executable of its last graph."""
+        it with the executable of its last graph.  `room`: memory that is set at each launch of the
+        whole, for `further`."""
+        draws = self._drawn_together(room)
         links: list[ChainLink] = []
         run: list[ChainLink] = []
         numbers: Numbers | None = None
@@ -387,11 +412,33 @@ class ChainBuilder:
             if link is not None:
                 links.append(ChainLink(executable, link.wait, numbers))
             run = []
+        if links:
+            for graph, drawn in draws:
+                drawn.read_at(graph, None)
+                graph.before_launch = drawn
+        elif draws:
+            self.further = lambda: b"".join([drawn.next() for _, drawn in draws])
         if executable is None:  # the function ends with a wait
             empty = Graph.create(device)
             empty.add_empty()
             executable = empty.instantiate()
-        return Chain(links, numbers), executable
+        return Chain(links, numbers, constants=self.constants), executable
+
+    def _drawn_together(self, room: MemoryRange | None) -> list[tuple[Graph, Draws]]:
+        """Makes the graphs that draw read in `room` what they draw from, if all graphs can be one;
+        returns them.  Else operations between them may draw too, in order."""
+        draws: list[tuple[Graph, Any]] = [
+            (graph, graph.before_launch) for graph in self.graphs if graph.before_launch is not None
+        ]
+        nbytes = sum(drawn.nbytes for _, drawn in draws)
+        apart = any(link.wait.scalar is None and link.wait.line for link in self.links)
+        if room is None or nbytes > room.nbytes or apart or not self.links:
+            return []
+        place = room.address
+        for graph, drawn in draws:
+            drawn.read_at(graph, place)
+            graph.before_launch, place = None, place + drawn.nbytes
+        return draws
 
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
         """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""

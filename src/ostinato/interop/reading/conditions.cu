@@ -19,13 +19,14 @@ KERNEL ostinato_condition(const char* source, const Word low, const Word high, W
                           Word* other, const unsigned nbytes, const unsigned place,
                           const unsigned compared, const unsigned first, const unsigned passed,
                           const cudaGraphConditionalHandle condition) {
-    if (!first && *other) return;
+    const Word done = first ? 0 : *other;  // read at the same time as the number
     Word found = 0, upper = 0;
     for (unsigned i = 0; i < nbytes; i++) {
         const Word byte = (unsigned char)source[i];
         if (i < 8) found |= byte << 8 * i;
         else upper |= byte << 8 * (i - 8);
     }
+    if (done) return;
     const bool same = !compared || (found == low && upper == high);
     if (first || !same) *other = !same;
     if (same && condition) cudaGraphSetConditional(condition, 1);

@@ -7,8 +7,9 @@ next graph runs only if the number is that of the chain, bit for bit, and a repl
 is one launch and one wait, for the last of the numbers.
 
 An IF node takes microseconds.  A graph is in none if it is harmless: if it cannot fail, whatever
-its memory holds, and writes nothing but memory of the chain's own.  If it runs after another
-number, nobody sees what it has written.
+its memory holds, and writes nothing but memory of the chain's own, and no number that is read
+before.  If it runs after another number, nobody sees what it has written; so it runs beside the
+kernel that reads the number, and does not wait for it.
 """
 
 from __future__ import annotations
@@ -181,7 +182,10 @@ def _joined(
     else:
         root = Graph.create(device)
     other = device.zeros(1, "u64", name="another number")
+    # `before`: the ends of the graphs so far.  `told`: the last kernel that reads a number, if none
+    # of them waits for it.
     here, before, conditional = root, _ends(root), None
+    told: list[Node] = []
     index, first, compared = 0, True, False
     while rest:
         part = rest.pop(0)
@@ -189,19 +193,23 @@ def _joined(
             before = [_add_child(here, part, before)]
             continue
         compared |= part.compared
-        graphs = itertools.takewhile(lambda each: isinstance(each, Graph), rest)
-        split = compared and any(graph not in harmless for graph in graphs)
+        graphs = [*itertools.takewhile(lambda each: isinstance(each, Graph), rest)]
+        harmed = any(graph not in harmless for graph in graphs)
+        split = compared and harmed
         condition = root.condition() if split else None
         low, high = _WORDS.unpack(part.content.ljust(_WORDS.size, b"\0"))
         place, index = _place(index), index + 1
         passed = 0 if index < len(record) else _place(index) + 1
         numbers = len(part.content), place, part.compared, first, passed, condition or 0
         arguments = part.address, low, high, record.memory, other, *map(int, numbers)
-        before, first = [here.add_kernel(kernel, _ONE, *arguments, after=before)], False
+        told = [here.add_kernel(kernel, _ONE, *arguments, after=[*told, *before])]
+        first = False
+        if harmed:
+            before, told = told, []
         if condition is not None:
             after = before if conditional is None else [conditional.node]
             conditional = root.add_conditional("if", condition, after=after)
-            here, before, first, compared = conditional.bodies[0], [], True, False
+            here, before, told, first, compared = conditional.bodies[0], [], [], True, False
     hooks = [p.before_launch for p in parts if isinstance(p, Graph) and p.before_launch is not None]
 
     def before_launch(stream: Stream) -> None:

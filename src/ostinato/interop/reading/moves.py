@@ -2,9 +2,9 @@
 
 A graph works on buffers of its own.  Its first node copies the caller's arrays into these, and its
 last node copies the outputs into new arrays.  One argument of the first node holds the addresses of
-all these arrays, and is set before each replay.  So a call costs one change of a node and one
-launch, for any number of arrays.  The library copies arrays that have gaps, or that are too many,
-outside the graph.
+all these arrays, and is set before each replay; it may hold further words for nodes after it.  So a
+call costs one change of a node and one launch, for any number of arrays.  The library copies arrays
+that have gaps, or that are too many, outside the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ostinato import Device, GraphExec, LaunchConfig, Node, Source, Stream, host_kernel, launch
+from ostinato import (
+    Device,
+    GraphExec,
+    LaunchConfig,
+    MemoryRange,
+    Node,
+    Source,
+    Stream,
+    host_kernel,
+    launch,
+)
 from ostinato.errors import ContextPoisonedError, OstinatoError, OutOfMemoryError
 from ostinato.lowlevel import FILL, NotLaunched, fill_kernel
 
@@ -78,15 +88,28 @@ class Moves:
     """The copies that the nodes of one graph make.
 
     `node`: the index of its first node.  `inputs`: the number of arrays that it copies in.
-    `outputs`: the indices of the outputs that it copies; all that must be copied, or none."""
+    `outputs`: the indices of the outputs that it copies; all that must be copied, or none.
+    `further`: a function that returns the words of the next launch behind those of the outputs, of
+    which there are `room` bytes (`Mover.room`)."""
 
-    def __init__(self, nodes: Sequence[Node], inputs: int, outputs: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        inputs: int,
+        outputs: tuple[int, ...],
+        further: Callable[[], bytes] | None = None,
+    ) -> None:
         self.node = [node.name for node in nodes].index(_FIRST)
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.further = inputs, outputs, further
         words = inputs + len(outputs)
-        self.packed = struct.Struct(f"{words}Q{_WORDS.size - 8 * words}x").pack
+        pack = struct.Struct(
+            f"{words}Q{_WORDS.size - 8 * words}{'x' if further is None else 's'}"
+        ).pack
+        self.packed: Callable[..., bytes] = pack
         """A function that packs the first node's argument: addresses of arrays, then of new
         outputs."""
+        if further is not None:
+            self.packed = lambda *addresses: pack(*addresses, further())
         self.change: Callable[[bytes], Callable[[GraphExec], None]]
         """A function of the bytes of `packed`; returns a C function that changes an executable."""
         self.change = partial(operator.methodcaller, "set", self.node, 0)
@@ -135,6 +158,10 @@ class Mover:
         other = copy.copy(self)
         other.table = self.device.zeros(MOST, "u64")
         return other
+
+    def room(self, outputs: int) -> MemoryRange:
+        """Returns the memory of the words that the first node sets behind those of the outputs."""
+        return MemoryRange(self.table.address + 8 * outputs, 8 * (MOST - outputs))
 
     def begin(self, stream: Stream, inputs: Sequence[tuple[int, int]]) -> None:
         """Captures the first node.  `inputs`: addresses and bytes of the graph's own inputs."""

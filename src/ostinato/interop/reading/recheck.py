@@ -655,6 +655,6 @@ def recheck(
         way = _extension.Way(
             *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
             *(library.maker(), library.address, library.reader, captured.moves.node),
-            *(replay, line.name, MISSED, line.times.append, ends),
+            *(replay, line.name, MISSED, line.times.append, ends, captured.moves.further),
         )
     return ShortWay(made.match, line, way)

@@ -295,7 +295,8 @@ class Maker:
         if made.why is not None:
             raise type(made.why)(subject.at(str(made.why)))
         nodes = [node for graph in links.graphs for node in graph.nodes()]
-        chain, executable = links.joined(library.device)
+        room = None if mover is None else mover.room(len(made.moved))
+        chain, executable = links.joined(library.device, room)
         marks = [object() for _ in chain.places]  # in the result, for values new in each call
         result = made.result
         for place, mark in zip(chain.places, marks, strict=True):
@@ -313,7 +314,9 @@ class Maker:
         if mover is not None:
             begins = chain.links[0].executable if chain.links else executable
             assert begins is not None, "the first graph has the copies of the inputs"
-            moves = Moves(begins.graph.nodes(), len(made.prepared.inputs), made.moved)
+            moves = Moves(
+                begins.graph.nodes(), len(made.prepared.inputs), made.moved, links.further
+            )
             if chain.links:
                 captured.stage = partial(moves.stage, begins, library.address)
             else:
@@ -333,6 +336,7 @@ class Maker:
         own = {storage(one).address for one in made.prepared.inputs}
         state = [storage(array).address for array in call.state]
         drew = not library.same_random(made.random)
+        chain.draws = made.links.further is not None  # a launch that is refused comes after a draw
         last, waits = every[-1], [wait for wait in every if wait.compared]
         steps = [wait for wait in every if wait.step is not None]
         if not waits:
@@ -358,7 +362,7 @@ class Maker:
                 f"before it waits at {wait.line}"
             )
         chain.saved = tuple([i for i, address in enumerate(state) if address in wait.written])
-        chain.draws = drew
+        chain.draws |= drew
         chain.complete = bool(last.line) and not (
             steps or last.written - own - wait.written or last.unseen
         )

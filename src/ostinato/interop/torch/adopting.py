@@ -237,6 +237,7 @@ _SOURCE = Source(
     },
     name="set_generator.cu",
 )
+_PAIR = struct.Struct("<2Q")
 _ONE = LaunchConfig(grid=1, block=1)
 _FIRST_SEED = 0x5EED_0000_0000
 """The first seed of a measurement; such numbers are in no memory by chance."""
@@ -256,6 +257,14 @@ class _Drawn:
     """Addresses at which the graph reads seed and offset."""
     increment: int
 
+    def next(self) -> tuple[int, int]:
+        """Returns seed and offset for the next launch, and advances the generator."""
+        generator = self.generator
+        with _lock:
+            offset = generator.get_offset()
+            generator.set_offset(offset + self.increment)
+        return generator.initial_seed(), offset
+
 
 class _Advance:
     """A callable that advances the generators before a launch, as torch does before its replay.
@@ -266,18 +275,28 @@ class _Advance:
         self._drawn, self._words = tuple(drawn), words
         self._kernel = device.modules.get_or_compile(_SOURCE, "set_generator")
         self._last: Stream | None = None
+        self._place = words.address
+        """The address at which the definition reads the words."""
+        self.nbytes = words.nbytes
 
     def __call__(self, stream: Stream) -> None:
         last, self._last = self._last, stream
         if last is not None and last is not stream:  # a launch there may still read the words
             wait_for_streams(stream, [last])
         for index, drawn in enumerate(self._drawn):
-            generator = drawn.generator
-            with _lock:
-                offset = generator.get_offset()
-                generator.set_offset(offset + drawn.increment)
-            seed, place = generator.initial_seed(), self._words.address + 2 * _WORD * index
-            launch(stream, self._kernel, _ONE, place, place + _WORD, seed, offset)
+            place = self._words.address + 2 * _WORD * index
+            launch(stream, self._kernel, _ONE, place, place + _WORD, *drawn.next())
+
+    def next(self) -> bytes:
+        """Returns the words of the next launch, and advances the generators."""
+        return b"".join([_PAIR.pack(*drawn.next()) for drawn in self._drawn])
+
+    def read_at(self, graph: Graph, address: int | None) -> None:
+        """Makes a definition read its words at an address; at their own place for None."""
+        place = self._words.address if address is None else address
+        moved = {self._place + at: place + at for at in range(0, self.nbytes, _WORD)}
+        point_elsewhere(graph, moved)
+        self._place = place
 
 
 def _apart(device: Device, adopted: Graph, drawn: Sequence[_Drawn]) -> Graph:

@@ -7,7 +7,7 @@ import importlib
 import operator
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,13 @@ _settings = _getters(
     "cudnn_sdp_enabled",
     "cudnn_depthwise_kernel",
     "cublaslt_prefer_grouped_gemm",
-    "blas_preferred_backend",
-    "linalg_preferred_backend",
     "sm_carveout_experimental",
 )
 """Further settings that decide which kernels run."""
+_libraries = _getters("blas_preferred_backend", "linalg_preferred_backend")
+"""Such settings whose values take long to make and to compare: as long as all the others."""
+_sets: dict[str, int] = {}
+"""The number of times that these were set, by the name of the setter."""
 _orders = _getters("sdp_priority_order")
 """Further settings that are lists: which kernel of attention is tried first."""
 _deterministic = _getters(
@@ -110,6 +112,31 @@ _choices = tuple(
     )
 )
 """Such settings that are kept in Python: other kernels of attention, the fast path of encoders."""
+
+
+@cache
+def _setters() -> tuple[tuple[dict[str, int], str], ...]:
+    """Counts from now on what sets `_libraries`; returns the places of the counts.  Lasts as long
+    as the process.  What torch does is not changed."""
+    for name in ("_set_blas_preferred_backend", "_set_linalg_preferred_backend"):
+        setter = getattr(torch._C, name, None)
+        if setter is not None:
+            _sets[name] = 0
+            setattr(torch._C, name, _counted(setter, name))
+    return tuple([(_sets, name) for name in _sets])
+
+
+def _counted(setter: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(setter)
+    def counted(*args: Any) -> Any:
+        try:
+            return setter(*args)
+        finally:  # afterwards: what is noted meanwhile is noted with the old count
+            _sets[name] += 1
+
+    return counted
+
+
 _overriding = torch._C._len_torch_function_stack
 _dispatching = torch._C._len_torch_dispatch_stack
 _empty_here = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
@@ -448,6 +475,7 @@ class Torch:
             torch.get_default_dtype(),
             # Each without a Python frame: every call that goes by its key reads them.
             *map(operator.call, _settings),
+            *map(operator.call, _libraries),
             *map(tuple, map(operator.call, _orders)),
             *map(operator.call, _precision()),
             *map(operator.call, _determinism()),
@@ -495,7 +523,8 @@ class Torch:
 
     def names(self) -> tuple[tuple[dict[str, Any], str], ...]:
         # Transforms of torch.func make tensors without an address, which go by the key.
-        return (_dual, "_current_level"), (_parametrize, "_cache_enabled"), *_choices
+        kept = (_dual, "_current_level"), (_parametrize, "_cache_enabled"), *_choices
+        return *kept, *_setters()
 
     # --- streams
     def stream(self) -> Stream:

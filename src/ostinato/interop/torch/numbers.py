@@ -37,24 +37,46 @@ def key_of(device: torch.device) -> Any:
 
 @functools.cache
 def is_harmless(func: Any) -> bool:
-    """True for an operation that cannot fail or run without end, whatever its tensors hold, and
-    draws no numbers: one that reads no place or count from a tensor.  Those that are not known here
-    are none."""
+    """True for an operation that cannot fail or run without end, whatever its tensors hold: one
+    that reads no place or count from a tensor.  Those that are not known here are none.
+
+    If it draws random numbers after another number than the chain's, they are drawn again: the
+    generators are put back."""
+    if func in _DRAWING:
+        return True
     if torch.Tag.nondeterministic_seeded in func.tags or "_polynomial_" in func.name():
         return False  # polynomials of degrees that a tensor holds
     return func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _HARMLESS
 
 
+_DRAWING = {
+    *(_aten.normal_.default, _aten.uniform_.default, _aten.exponential_.default),
+    *(_aten.bernoulli_.float, _aten.native_dropout.default),
+    *(_aten.rand.default, _aten.randn.default, _aten.rand_like.default, _aten.randn_like.default),
+}
 _HARMLESS = {
     *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.dot, _aten.convolution),
     *(_aten.sum, _aten.mean, _aten.var, _aten.var_mean, _aten.linalg_vector_norm, _aten.prod),
-    *(_aten.any, _aten.all, _aten.max, _aten.min, _aten.amax, _aten.amin, _aten.aminmax),
+    *(
+        _aten._is_all_true,
+        _aten._is_any_true,
+        _aten.any,
+        _aten.all,
+        _aten.max,
+        _aten.min,
+        _aten.amax,
+        _aten.amin,
+        _aten.aminmax,
+    ),
     *(_aten.argmax, _aten.argmin, _aten.count_nonzero, _aten.cumsum, _aten.cumprod),
     *(_aten._softmax, _aten._log_softmax, _aten.logsumexp, _aten.native_layer_norm),
     *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.full),
     *(_aten.full_like, _aten.new_full, _aten.zeros, _aten.zeros_like, _aten.new_zeros),
     *(_aten.ones, _aten.ones_like, _aten.new_ones, _aten.fill_, _aten.zero_, _aten.eye),
     *(_aten.arange, _aten.linspace, _aten.scalar_tensor, _aten.clone, _aten.copy_, _aten._to_copy),
+    # What these do with matrices that have no inverse, or are no numbers, is said by their results.
+    *(_aten.linalg_inv_ex, _aten.linalg_cholesky_ex, _aten.linalg_lu_factor_ex),
+    *(_aten._linalg_solve_ex, _aten.linalg_solve_triangular),
     *(
         _aten._unsafe_view,
         _aten.cat,
@@ -68,14 +90,41 @@ _HARMLESS = {
 }
 
 
+def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def places_of(func: Any, args: Any, kwargs: Any) -> int:
+    """Returns the number of places of which the result of an operation has some; 0 if it may have
+    others."""
+    if func in (_aten.argmax.default, _aten.argmin.default):
+        axis = args[1] if len(args) > 1 else kwargs.get("dim")
+        return int(args[0].numel() if axis is None or not args[0].dim() else args[0].shape[axis])
+    return int(args[0].shape[-1]) if func is _aten.multinomial.default else 0
+
+
+def read_places(func: Any, args: Any) -> tuple[Any, int]:
+    """Returns the tensor from which an operation reads places, and does nothing else that may fail,
+    with the number of places that it has there; None and 0 for other operations."""
+    if func is _aten.gather.default and args[0].dim():
+        return args[2], int(args[0].shape[args[1]])
+    return None, 0
+
+
 def by_numbers(
-    func: Any, args: Any, kwargs: Any, device: torch.device, run: Callable[[], Any]
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    run: Callable[[], Any],
+    within: Callable[..., Any] = _call,
 ) -> Callable[[], Any] | None:
     """Returns a function that does what an operation that waits does, by operations of which only
     `.item()` waits; None if there is none.
 
     `device`: where the tensors must be.  `run`: runs the operation itself, if it is about to raise
-    an error."""
+    an error.  `within`: calls an operation that reads places from a tensor, of which all lie within
+    the tensors that it reads and writes, also after another number than the chain's."""
     tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if any(t.device.type != device.type or t.layout is not torch.strided for t in tensors):
         return None
@@ -88,15 +137,22 @@ def by_numbers(
     if not _aten.nonzero_static.default.has_kernel_for_dispatch_key(key_of(device)):
         return None
     if func is _aten.nonzero.default and args[0].dim():
-        return lambda: _nonzero(args[0])
+        return lambda: _nonzero(args[0], within)
     if func is _aten.masked_select.default and args[0].shape == args[1].shape != ():
         indices = [args[1]]
         if _are_places_and_masks(args[0], indices):
-            return lambda: _aten.index(args[0], [*_places(indices)])
+            return lambda: within(_aten.index.Tensor, args[0], [*_places(indices, within)])
     if func in INDEXING and _are_places_and_masks(args[0], args[1]):
-        return lambda: func(args[0], [*_places(args[1])], *args[2:], **kwargs)
+        # Places of the caller's may lie anywhere.
+        plain = all(index is None or index.dtype is torch.bool for index in args[1])
+        call = within if plain else _call
+        return lambda: call(func, args[0], [*_places(args[1], within)], *args[2:], **kwargs)
     if func is _aten.bincount.default and _can_count(args, kwargs):
-        return lambda: run() if _any_below_0(args[0]) else _counted(*args, **kwargs)
+        return lambda: run() if _any_below_0(args[0]) else _counted(within, *args, **kwargs)
+    # The CPU sorts only if that is asked for.
+    sorts = device.type == "cuda" or len(args) < 2 or args[1]
+    if func is _aten._unique2.default and sorts and _are_integers(args[0]):
+        return functools.partial(_unique, within, *args, **kwargs)
     return None
 
 
@@ -116,10 +172,11 @@ def _repeated(counts: torch.Tensor) -> torch.Tensor:
     return REPEAT(counts, output_size=_item(_aten.sum(counts)))
 
 
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+def _nonzero(tensor: torch.Tensor, within: Callable[..., Any] = _call) -> torch.Tensor:
     """Does as `nonzero`, whose result lies in memory column by column."""
     count = _item(_aten.count_nonzero(tensor))
-    places = _aten.nonzero_static(tensor, size=count)
+    # Places that are too many are left out, and -1 stands for those that are too few.
+    places = within(_aten.nonzero_static.default, tensor, size=count)
     if places.stride() != (1, count):
         places = _aten.t(_aten.clone(_aten.t(places), memory_format=torch.contiguous_format))
     return places
@@ -140,11 +197,11 @@ def _are_places_and_masks(tensor: torch.Tensor, indices: Sequence[Any]) -> bool:
     return True
 
 
-def _places(indices: Sequence[Any]) -> Iterator[Any]:
+def _places(indices: Sequence[Any], within: Callable[..., Any] = _call) -> Iterator[Any]:
     """Yields indices with the places in masks instead of these, as torch itself does."""
     for index in indices:
         if index is not None and index.dtype is torch.bool:
-            yield from _aten.unbind(_nonzero(index), 1)
+            yield from _aten.unbind(_nonzero(index, within), 1)
         else:
             yield index
 
@@ -153,12 +210,43 @@ def _can_count(args: Any, kwargs: Any) -> bool:
     """True if `bincount` only counts: the sum of weights has no fixed order."""
     plain = len(args) < 2 or args[1] is None
     plain = plain and kwargs.get("weights") is None
-    return bool(plain and args[0].dim() == 1 and args[0].dtype in _INTEGERS and args[0].numel())
+    return bool(plain and args[0].dim() == 1 and _are_integers(args[0]))
 
 
-def _counted(places: torch.Tensor, weights: None = None, minlength: int = 0) -> torch.Tensor:
+def _are_integers(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _INTEGERS and tensor.numel() > 0
+
+
+def _counted(
+    within: Callable[..., Any], places: torch.Tensor, weights: None = None, minlength: int = 0
+) -> torch.Tensor:
     """Does as `bincount` of numbers that are not below 0."""
     places = _aten._to_copy(places, dtype=torch.int64)
     count = _item(_aten.clamp_min(_aten.add(_aten.max(places), 1), minlength))
     found = _aten.new_zeros(places, [count])
-    return _aten.scatter_add(found, 0, places, _aten.ones_like(places))
+    places = _aten.clamp(places, 0, count - 1)  # they lie there, but after another number
+    return within(_aten.scatter_add.default, found, 0, places, _aten.ones_like(places))
+
+
+def _unique(
+    within: Callable[..., Any],
+    tensor: torch.Tensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Does as `unique` of integers, which is sorted on a GPU in any case."""
+    flat = _aten.reshape(tensor, [-1])
+    values, order = within(_aten.sort.default, flat)
+    first = _aten.ones_like(flat, dtype=torch.bool)
+    _aten.copy_(_aten.slice(first, 0, 1), _aten.ne(values[1:], values[:-1]))
+    (places,) = _places([first], within)
+    inverse, counts = (_aten.new_empty(tensor, [0], dtype=torch.int64) for _ in range(2))
+    if return_inverse:
+        names = _aten.sub(_aten.cumsum(first, 0), 1)
+        inverse = within(_aten.scatter.src, _aten.empty_like(names), 0, order, names)
+        inverse = _aten.reshape(inverse, tensor.shape)
+    if return_counts:
+        ends = _aten.cat([places[1:], _aten.new_full(places, [1], flat.numel())])
+        counts = _aten.sub(ends, places)
+    return within(_aten.index.Tensor, values, [places]), inverse, counts

@@ -68,6 +68,8 @@ from ostinato.interop.torch.numbers import (
     by_numbers,
     is_harmless,
     key_of,
+    places_of,
+    read_places,
 )
 from ostinato.interop.torch.plans import watch
 from ostinato.interop.torch.watching import stateful
@@ -86,6 +88,8 @@ _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result, or its shape, depends on values."""
 
 _AS_IT_IS = "not by others"
+WRITTEN = ("copies of tensors of the CPU are written",)
+"""Known of a function that writes such a copy, which a chain then makes anew in each replay."""
 
 Kind = tuple[Hashable, ...]
 
@@ -149,6 +153,16 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._steps, self._stepping = steps, False
         self._inside = False
         """True while an operation runs by operations of which only `.item()` waits."""
+        self._within = False
+        """True while one of these reads places from a tensor that lie where it reads and writes."""
+        self._numbers: set[int] = set()
+        """Addresses of memory from which the host has read a number.  The device may read it while
+        the next capture runs, so a capture that writes it is harmful."""
+        self._places: dict[int, tuple[torch.Tensor, int]] = {}
+        """Tensors that hold places, by address, with the number of places of which these are
+        some."""
+        self._harmful = False
+        """True if an operation of the capture may fail for other content of its tensors."""
         parts.around, parts.copying_out = self._around, self._copy_out
         self._copying = False
         """True if the rest of the capture under way copies the outputs, and does nothing else."""
@@ -162,6 +176,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._done: list[tuple[Any, Any, Any, list[Any]]] = []
         """The operations of the capture, to run them again if it breaks."""
         self._held = 0
+        self._constants: dict[int, torch.Tensor] = {}
+        """Tensors that the run has copied from the CPU once, by address.  What writes them makes
+        the run start again, with a copy for each replay."""
         self._own: dict[int, Any] = {}
         """Memory that the run has allocated, by address; kept, so that no other takes its place."""
         self._written: set[int] = set()
@@ -187,6 +204,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             # Else what the run allocated would live as long as the chain, and autograd's nodes.
             self._parts.around = nullcontext
             self._own.clear()
+            self._constants.clear()
+            self._places.clear()
             self._before.clear()
             self._done, self._pending = [], []
             self._failure = None  # its frames hold arrays
@@ -196,6 +215,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         try:
             with self:
                 result = work()
+            self._keep_constants()
             if self._failure is not None:  # the work has caught it
                 raise self._failure
         except Exception as error:
@@ -222,6 +242,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
     def _start(self) -> None:
         self._done, self._held, self._thread = [], 0, threading.get_ident()
+        self._harmful = False
         self._segment = self._captor.begin()
         self._position = self._segment.position()
 
@@ -278,9 +299,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         """True if a capture has nothing but operations that cannot fail, whatever their tensors
         hold, and writes no memory from before the run.  Gradients lie in the memory of the run."""
         learns = self._modes[0]
-        if learns or self._pending or not (self._copying or segment.position() == self._position):
+        if learns or self._pending or self._harmful:
             return False
-        return all(is_harmless(func) for func, *_ in self._done)
+        return self._copying or segment.position() == self._position
 
     def _copy_out(self) -> None:
         """Notes that the copies of the outputs, which nobody sees, end the capture under way."""
@@ -352,6 +373,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if self._segment is None or any(map(inspect.isroutine, given)):  # a closure may compute all
             return method(*args, **kwargs)
         line = line_outside_torch()
+        self._keep_constants()
         self._cut()
         if self.why:  # the capture was broken
             return method(*args, **kwargs)
@@ -418,12 +440,19 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             args, kwargs = self._without_host(func, args, kwargs)
             if func is _aten._to_copy.default and self._is_own(args[0]):
                 made = self._captor.fixed(lambda: func(*args, **kwargs))
+                if WRITTEN not in self._known:
+                    self._constants[_storage(made)] = made
+                    return made
                 args, func, kwargs = (made,), _aten.clone.default, {}
+        if func.namespace != "aten":  # what it writes is not known for sure
+            for tensor in tensors:
+                self._keep_constant(tensor, func)
+            self._places.clear()
         kind = func, *[(tensor.dtype, tensor.device.type) for tensor in tensors]
         waits = self._waits(func, args, kwargs)
         if waits and not self._inside and (func, _AS_IT_IS) not in self._known:
             run = functools.partial(self._wait, func, args, kwargs)
-            parts = by_numbers(func, args, kwargs, self._device, run)
+            parts = by_numbers(func, args, kwargs, self._device, run, self._call_within)
             if parts is not None:
                 return self._run_by_numbers(func, parts)
         if waits or kind in self._known:
@@ -443,6 +472,27 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             raise
         finally:
             self._inside = False
+
+    def _keep_constant(self, tensor: torch.Tensor, why: object) -> None:
+        """Fails if a tensor that is copied from the CPU once is written; the next run has copies in
+        each replay."""
+        if self._constants and _storage(tensor) in self._constants and not self.why:
+            self._known.add(WRITTEN)
+            self._fail(WaitsForDevice(f"{why} may write a copy of a tensor of the CPU"))
+
+    def _keep_constants(self) -> None:
+        """Fails if work that is no operation of torch may have written such tensors."""
+        segment = self._segment
+        if segment is not None and not (self._copying or segment.position() == self._position):
+            for tensor in self._constants.values():
+                self._keep_constant(tensor, line_outside_torch())
+
+    def _call_within(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        self._within = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._within = False
 
     def _is_there(self, tensor: torch.Tensor) -> bool:
         return bool(tensor.device.type == self._device.type)
@@ -469,6 +519,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
     def _note_unseen(self) -> None:
         """Ends the capture after work that is no operation of torch: it cannot be run again."""
+        self._keep_constants()
+        self._places.clear()
         self._unseen = self._unseen or line_outside_torch()
         self._next()
 
@@ -537,7 +589,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         """Notes an operation that was captured."""
         assert self._segment is not None
         self._position = self._segment.position()
+        self._harmful |= not (self._within or is_harmless(func) or self._reads_within(func, args))
         self._note_written(func, args, kwargs)
+        most = places_of(func, args, kwargs)
+        if most:
+            self._places[_storage(result)] = alias(result), most
         old = {_storage(leaf) for leaf in _leaves(given) if _is_tensor(leaf)}
         results = []
         for leaf in _leaves(result):
@@ -551,12 +607,23 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         if self._held > MOST_HELD and threading.get_ident() == self._thread:
             self._next()
 
+    def _reads_within(self, func: Any, args: Any) -> bool:
+        """True if an operation reads places that lie in its tensor, whatever the device computes:
+        an action's in the table of its probabilities."""
+        places, count = read_places(func, args)
+        return (
+            places is not None and self._places.get(_storage(places), (None, count + 1))[1] <= count
+        )
+
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for value, written in _arguments(func, args, kwargs):
             if written:
                 for leaf in _leaves(value):
                     if not (_is_tensor(leaf) and self._is_there(leaf)):
                         continue
+                    self._keep_constant(leaf, func)
+                    self._places.pop(_storage(leaf), None)
+                    self._harmful |= _storage(leaf) in self._numbers
                     if _storage(leaf) not in self._own:
                         self._pending.append(alias(leaf))
                         self._written.add(_storage(leaf))
@@ -647,7 +714,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         written = frozenset(self._written)
         tensors = [leaf for leaf in _leaves(given) if _is_tensor(leaf)]
         reads = frozenset([_storage(each) for each in tensors if self._is_there(each)])
-        number = _number(args[0], compared=place is None) if scalar else None
+        number = None
+        if scalar:  # `again` keeps the tensor, so that no other takes its memory
+            number = _number(args[0], compared=place is None)
+            self._numbers.add(_storage(args[0]))
         self._parts.waited(
             Wait(line, value, call, place, written, self._unseen, reads=reads, scalar=number)
         )
@@ -945,8 +1015,7 @@ class _Captor:
         self.relaxed = captures.device.context.relaxed
         self.settle = captures.settle
         self.graphs: list[Graph] = []
-        self.kept: list[torch.Tensor] = []
-        """Copies of CPU tensors, from which graphs copy."""
+        self._contents: list[bytes] = []
 
     def begin(self) -> Segment:
         kind = _ByTorch if self._captures.by_torch else _Own
@@ -961,9 +1030,14 @@ class _Captor:
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self.relaxed(), torch.cuda.stream(self._outside):
             made = make()
-            self._outside.synchronize()
-        self.kept.append(made)
+            self._contents.append(_bytes(made.cpu()))
+        self._parts.constants.append(alias(made))  # the caller may point its own elsewhere
         return made
+
+    def written(self) -> bool:
+        """True if a copy of a CPU tensor has another content than at first."""
+        pairs = zip(self._parts.constants, self._contents, strict=True)
+        return any(_bytes(made.cpu()) != content for made, content in pairs)
 
 
 def run_chain(
@@ -1016,8 +1090,11 @@ def run_chain(
             why = NotGraphable(missing)
         elif mode.why:
             why = WaitsForDevice(mode.why)
+        elif captor.written():  # by an operation that does not say so
+            captures.waiting.add(WRITTEN)
+            why = WaitsForDevice("a copy of a tensor of the CPU is written")
         if why is not None:
             hand_over(result, current)
         for graph in captor.graphs:
-            graph.keep.append(captor.kept)
+            graph.keep.append(parts.constants)
         return result, why
