@@ -18,7 +18,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import EagerRunError, InputError
+from ostinato.errors import ClosedError, EagerRunError, InputError
 from ostinato.interop.reading import recheck
 from ostinato.interop.reading.library import GraphedOptions
 from ostinato.interop.reading.padding import Padding
@@ -627,6 +627,26 @@ def test_a_library_that_is_set_again_is_read_again(make: Any, of: str) -> None:
     assert match((), {}) == [] == match((), {})
     getattr(torch.backends.cuda, f"preferred_{of}_library")("default")
     assert match((), {}) is None
+
+
+@pytest.mark.parametrize("period", [1, 2, 16, 17])
+def test_a_key_that_was_given_up_hides_no_other_key_for_long(make: Any, period: int) -> None:
+    held = {"scale": 3.0}
+    step = make(lambda x: x * held["scale"] if held["scale"] == 2 else x.tolist())
+    x = torch.ones(3)
+    with torch.no_grad():
+        for _ in range(100):
+            assert step(x) == [1.0, 1.0, 1.0]  # no tensor, which no graph gives
+        for call in range(1000):
+            held["scale"] = 3.0 if call % period else 2.0
+            found = step(x)
+            assert found == [1.0, 1.0, 1.0] if call % period else torch.equal(found, x * 2)
+    counts = step.statistics()
+    assert counts.replays > 1000 // period // 4 and counts.calls == 1100, step.explain()
+    step.close()
+    held["scale"] = 3.0
+    with pytest.raises(ClosedError):
+        step(x)
 
 
 class Hidden:

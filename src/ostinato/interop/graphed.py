@@ -707,7 +707,7 @@ class Graphed(Guarded, Closeable):
         which runs eagerly for a lasting reason."""
         hot: ShortWay | None = None
         if key is _ALL:
-            hot = eager(line, None, reason)
+            hot = eager(line, None, reason, self._alone)
         else:
             subject, given = self._subject, work.given
             stream, captured = subject.turns.last, work.captured
@@ -716,12 +716,20 @@ class Graphed(Guarded, Closeable):
                 made = None
                 with suppress(Exception):  # raised for an array that no graph takes
                     made = checked(subject, given, (), seen, self._note)
-                hot = None if made is None else eager(line, made.match, reason)
+                hot = None if made is None else eager(line, made.match, reason, self._alone)
             elif stream is not None and captured is not None:
                 hot = recheck(subject, given, line, captured, stream, seen, self._note)
         if hot is not None:
             kept = [one for one in self._hot if one.line is not line][: MOST_HOT - 1]
             self._set_hot(hot, *kept)
+
+    def _alone(self) -> bool:
+        """True if all calls so far had one key, and a call of another one would not raise an
+        error."""
+        options = self._options
+        if len(self._lines) > 1 or options.strict:
+            return False
+        return options.gradients != "refuse" or self._library.live() is None
 
     def _set_hot(self, *hot: ShortWay) -> None:
         """Replaces the short ways by these."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import random
 import struct
 import time
 import types
@@ -37,6 +38,10 @@ MOST_HOT = 4
 """The most keys of a function that have a short way at one time."""
 TIMED = 16
 """The number of calls of which one is timed."""
+_COMPARED = 64
+"""The number of first calls of a key that runs eagerly that are all compared."""
+_chance = random.Random(0).random
+"""Returns numbers from 0 to 1, of a generator of its own."""
 _IMMUTABLE = (
     *(tuple, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType),
     functools.partial,
@@ -519,17 +524,26 @@ def _nothing() -> None:
 
 
 class _Eager:
-    """The way of a key that runs eagerly from now on."""
+    """The way of a key that runs eagerly from now on.
 
-    def __init__(self, match: Match | None) -> None:
-        self.count, self._ended, self._match = 0, False, match
+    While nothing else is done with calls of the function (`alone`), most of them are not compared
+    after the first, since that takes 30 us in caches that the function has filled.  A call of
+    another key then runs eagerly, which is right too, and one of the next ones is compared."""
+
+    def __init__(self, match: Match | None, alone: Callable[[], bool]) -> None:
+        self.count, self._ended, self._match, self._alone = 0, False, match, alone
 
     def end(self) -> None:
         self._ended = True
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
-        if self._ended or (self._match is not None and self._match(args, kwargs) is None):
+        if self._ended:
             return MISSED
+        if self._match is not None:
+            # In no rhythm: another key may come at each sixteenth call.
+            due = self.count < _COMPARED or _chance() < 1 / 16
+            if (due or not self._alone()) and self._match(args, kwargs) is None:
+                return MISSED
         self.count += 1
         return EAGER
 
@@ -564,9 +578,10 @@ class ShortWay:
         self.count()
 
 
-def eager(line: Line, match: Match | None, reason: str) -> ShortWay:
-    """Makes the short way of a key that runs eagerly."""
-    return ShortWay(match, line, _Eager(match), reason)
+def eager(line: Line, match: Match | None, reason: str, alone: Callable[[], bool]) -> ShortWay:
+    """Makes the short way of a key that runs eagerly.  `alone`: a function that returns True while
+    no other key is known, and none raises an error."""
+    return ShortWay(match, line, _Eager(match, alone), reason)
 
 
 def checked(
