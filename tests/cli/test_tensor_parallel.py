@@ -306,7 +306,7 @@ RANK = "import os, sys, ostinato.cli.rank as rank\n"
         ),
         (
             RANK + "def broken(*a, **k): print('so far'); 1 / 0\n"
-            "rank.WORKS = {'generate': broken}; rank.main()",
+            "rank.WORKS = {'follow': broken}; rank.main()",
             "ZeroDivisionError: division by zero\n"
             "rank 1: error: this is a defect of ostinato; please report these lines\n"
             "error: rank 1 raised ZeroDivisionError: division by zero\n",
@@ -314,7 +314,7 @@ RANK = "import os, sys, ostinato.cli.rank as rank\n"
         (
             RANK + "from ostinato.errors import ModelError\n"
             "def broken(*a, **k): raise ModelError('a bad file')\n"
-            "rank.WORKS = {'generate': broken}; rank.main()",
+            "rank.WORKS = {'follow': broken}; rank.main()",
             "error: rank 1 raised ModelError: a bad file\n",
         ),
         (
