@@ -145,8 +145,8 @@ def config(n: int) -> ost.LaunchConfig:
 
 
 def preload(device: Device) -> Device:
-    """Loads every kernel, so that none is loaded inside a capture; on the CPU a module is loaded as a
-    whole, and a kernel of it is a millisecond of each test."""
+    """Loads every kernel, so that none is loaded inside a capture; on the CPU one of them, since a
+    module is loaded as a whole there, and each kernel costs every test some time."""
     names = list(SOURCE.host)
     device.modules.preload([(SOURCE, names if device.name != "host" else names[:1])])
     return device
