@@ -19,7 +19,9 @@ PYTHONS_TESTS ?= $(addprefix tests/,contract graph/test_change_paths.py test_lau
 BUILD  := pyproject.toml setup.py $(wildcard src/ostinato/driver/*.c src/ostinato/interop/reading/*.c src/ostinato/models/native/*.[ch])
 
 # Tests start hundreds of processes: bytecode is kept, so that their imports are compiled only once.
-TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal
+# A test that hangs ends by faulthandler, whose clock is in C: a thread of Python for each test takes 1 ms more.
+TESTS  := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal \
+    --timeout 0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 TORCH_TESTS := $(addprefix tests/,interop test_accelerate.py test_generate_call.py test_graphed_generate.py \
     test_manners.py test_public_names.py models/test_beside_transformers.py)

@@ -351,7 +351,10 @@ def test_without_the_extension_everything_still_imports() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- a call that is repeated
+# --- a call that is repeated, which only the extension does
+repeats = pytest.mark.parametrize("launcher", ["compiled"], indirect=True)
+
+
 class Cache:
     """What a repeated call is guarded by."""
 
@@ -369,8 +372,7 @@ class Repeated:
 
     def __init__(self, thing: Thing, *statuses: int) -> None:
         self.seen, self.stream, self.cache = Seen(*statuses), Named(), Cache()
-        compiled = driver_launcher.compiled()
-        self.seat = (driver_launcher.Seat if compiled else driver_launcher.PythonSeat)()
+        self.seat = driver_launcher.Seat()
         self.lock, self.thing = threading.RLock(), thing
         guarded = ((self.cache, "epoch"),)
         self.repeat = driver_launcher.repeat(
@@ -393,6 +395,7 @@ class Repeated:
         return answer is not None
 
 
+@repeats
 def test_a_call_like_the_one_before_is_repeated(thing: Thing) -> None:
     case = Repeated(thing)
     assert case.calls(rows=3) and case.calls(rows=3)
@@ -400,6 +403,7 @@ def test_a_call_like_the_one_before_is_repeated(thing: Thing) -> None:
     assert case.cache.latest is case.seat
 
 
+@repeats
 @pytest.mark.parametrize(
     "sizes", [{"rows": 4}, {"rows": True}, {"rows": 3.0}, {"cols": 3}, {"rows": 3, "cols": 1}, {}]
 )
@@ -408,6 +412,7 @@ def test_a_call_of_other_sizes_is_not_repeated(thing: Thing, sizes: dict[str, ob
     assert not case.calls(**sizes) and case.calls(rows=3)
 
 
+@repeats
 def test_equal_sizes_that_are_other_objects_are_the_same(thing: Thing) -> None:
     case = Repeated(thing)
     case.arm(rows=10**6)
@@ -426,6 +431,7 @@ CHANGES: dict[str, Callable[[Repeated], object]] = {
 }
 
 
+@repeats
 @pytest.mark.parametrize("change", CHANGES)
 def test_nothing_is_repeated_after_a_change(thing: Thing, change: str) -> None:
     case = Repeated(thing)
@@ -434,12 +440,14 @@ def test_nothing_is_repeated_after_a_change(thing: Thing, change: str) -> None:
     assert not case.calls(rows=3) and not thing.slow
 
 
+@repeats
 def test_so_many_calls_are_repeated_and_no_more(thing: Thing) -> None:
     case = Repeated(thing)
     case.arm(left=2)
     assert [case.calls(rows=3) for _ in range(4)] == [True, True, False, False]
 
 
+@repeats
 def test_a_repeated_launch_that_fails_raises_and_is_not_counted(thing: Thing) -> None:
     case = Repeated(thing, 719)
     thing.error = RuntimeError("719 in words")
@@ -450,6 +458,7 @@ def test_a_repeated_launch_that_fails_raises_and_is_not_counted(thing: Thing) ->
         assert other.submit(case.lock.acquire, timeout=20).result()
 
 
+@repeats
 def test_an_eviction_under_a_repeated_launch_waits_for_it(thing: Thing) -> None:
     case = Repeated(thing)
     left: list[bool] = []
@@ -466,6 +475,7 @@ def test_an_eviction_under_a_repeated_launch_waits_for_it(thing: Thing) -> None:
     assert not case.seat.lease()
 
 
+@repeats
 def test_a_repeat_waits_for_its_lock_and_looks_again(thing: Thing) -> None:
     case, done = Repeated(thing), threading.Event()
 
@@ -481,6 +491,7 @@ def test_a_repeat_waits_for_its_lock_and_looks_again(thing: Thing) -> None:
         assert waiting.result() is None
 
 
+@repeats
 def test_what_was_armed_is_kept_until_it_is_cooled(thing: Thing) -> None:
     case = Repeated(thing)
     stream = weakref.ref(case.stream)

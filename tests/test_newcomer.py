@@ -296,7 +296,7 @@ MISTAKES = [
     mistake(
         "a launch without a stream",
         lambda p: p.run.launch(),
-        *(TypeError, "launch() takes one argument, the stream"),
+        *(TypeError, "launch()", "argument", "stream"),  # words of both launchers
     ),
     mistake(
         "a closed executable",

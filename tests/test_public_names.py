@@ -18,7 +18,7 @@ import ostinato
 import ostinato as ost
 from ostinato import testing
 from ostinato.driver.host.driver import HostDriver
-from ostinato.modules import CompilerPool, DiskStore
+from ostinato.modules import DiskStore
 
 MODULES = [
     name
@@ -340,11 +340,6 @@ REPRS: dict[str, tuple[Callable[[ost.Device], object], str, str]] = {
         rf"<ModuleCache 0 modules, 0 bytes {HOST}, closed>",
     ),
     "DiskStore": (lambda d: DiskStore("/a"), "<DiskStore /a>", ""),
-    "CompilerPool": (
-        lambda d: CompilerPool((9, 0), processes=2),
-        "<CompilerPool of 2 processes, 0 started>",
-        "<CompilerPool of 2 processes, 0 started, closed>",
-    ),
     "FaultyDriver": (faults, "<FaultyDriver over host: 0 calls made, 1 faults to come>", ""),
     "HeldStream": (
         lambda d: testing.HeldStream(d.create_stream()),

@@ -117,8 +117,9 @@ class Header:
 
     def __init__(self, path: Path, compiler: str = "cc") -> None:
         self.path, self._compiler = path, compiler
-        self._text = path.read_text(encoding="utf-8", errors="replace")
-        found = re.search(r"^#define CUDA_VERSION (\d+)", self._text, re.MULTILINE)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        self._words = set(re.findall(r"\w+", text))
+        found = re.search(r"^#define CUDA_VERSION (\d+)", text, re.MULTILINE)
         if found is None:
             raise SystemExit(f"{path} has no CUDA_VERSION")
         number = int(found[1])
@@ -128,7 +129,7 @@ class Header:
         return ".".join(map(str, self.version))
 
     def has(self, name: str) -> bool:
-        return re.search(rf"\b{name}\b", self._text) is not None
+        return name in self._words
 
     def complaints(self, lines: Iterable[str]) -> dict[int, str]:
         """Compiles lines of C after the header.  Returns the errors by the line's index."""

@@ -191,6 +191,7 @@ PARTS: tuple[Part, ...] = (
         "tests/explain/test_difference_random.py",
         "tests/explain/test_first_difference.py",
         "tests/explain/test_node_times.py",
+        keyword="not that_is_dropped",
     ),
     *_memcheck(3, "twelve ways to break a capture", _WAYS),
     *_memcheck(1, "adopted from torch", _GPU + "test_adoption_torch.py"),

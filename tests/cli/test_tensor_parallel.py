@@ -141,11 +141,6 @@ def test_a_comparison_of_ranks(tmp_path: Path) -> None:
     assert next(tmp_path.glob("*.json")).name.startswith("decode-tiny-batches-0-prompt-2-ranks")
 
 
-def test_what_a_comparison_of_ranks_does_not_do() -> None:
-    options = ("--shape", "tiny", "--profile", "--tensor-parallel", "2")
-    refused(here("bench", *options), "--profile")
-
-
 # ------------------------------------------------------------------------------------------- chat
 
 
@@ -311,7 +306,7 @@ RANK = "import os, sys, ostinato.cli.rank as rank\n"
         ),
         (
             RANK + "def broken(*a, **k): print('so far'); 1 / 0\n"
-            "rank.WORKS = {'generate': broken}; rank.main()",
+            "rank.WORKS = {'follow': broken}; rank.main()",
             "ZeroDivisionError: division by zero\n"
             "rank 1: error: this is a defect of ostinato; please report these lines\n"
             "error: rank 1 raised ZeroDivisionError: division by zero\n",
@@ -319,7 +314,7 @@ RANK = "import os, sys, ostinato.cli.rank as rank\n"
         (
             RANK + "from ostinato.errors import ModelError\n"
             "def broken(*a, **k): raise ModelError('a bad file')\n"
-            "rank.WORKS = {'generate': broken}; rank.main()",
+            "rank.WORKS = {'follow': broken}; rank.main()",
             "error: rank 1 raised ModelError: a bad file\n",
         ),
         (

@@ -14,7 +14,8 @@
     test_threads      work of another thread or stream gets in between
     test_events       a replay does not record an event, or does not wait for one
 
-`common.py` has what several files use.  A test runs on both drivers where both can show the fault,
-and with both replay paths (`conftest.py`).  Graphed torch functions have tests of their own, in
+`common.py` has what several files use.  A test runs on both drivers where both can show the fault;
+where another launch must not take the short way of a replay, with both of these (`launcher`).
+Graphed torch functions have tests of their own, in
 `tests/interop/test_graphed_torch_footguns.py`.
 """

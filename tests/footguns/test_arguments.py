@@ -107,20 +107,22 @@ MIXED = np.dtype([("a", "<i4"), ("b", "<f4")])
     ],
 )
 def test_what_a_pointer_may_point_at(host_device: Device, word: str, fitting: list[Any]) -> None:
-    """A flag or a struct counts as its bytes, and a bfloat16 as its 16 bits."""
+    """A flag or a struct counts as its bytes, and a bfloat16 as its 16 bits.  The same holds beside
+    a number that is not packed as it is: a fault refused memory for a pointer to bytes then."""
 
-    @ost.host_kernel(f"x: *{word}", name="takes")
-    def takes(launch: object, x: object) -> None: ...
+    @ost.host_kernel(f"x: *{word}, n: u32", name="takes")
+    def takes(launch: object, x: object, n: int) -> None: ...
 
     made = host_device.modules.get_or_compile(ost.Source(host=[takes]), "takes")
     for dtype in [*fitting, "bytes"]:
-        made.arguments(host_device.zeros(2, dtype))
+        for n in (1, np.uint32(1)):
+            made.arguments(host_device.zeros(2, dtype), n)
     mine = {host_device.zeros(2, dtype).dtype for dtype in fitting}
     for dtype in ("bool", MIXED, "u1", "i1", "u2", "f2", "f4", "i64", "c8"):
         memory = host_device.zeros(2, dtype)
         if memory.dtype not in mine:
             with pytest.raises(InputError, match="'x' points at"):
-                made.arguments(memory)
+                made.arguments(memory, 1)
 
 
 def test_a_dtype_is_asked_for(device: Device) -> None:

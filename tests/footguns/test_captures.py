@@ -16,6 +16,8 @@ from ostinato.errors import CaptureBrokenError, CaptureError, DriverError, Input
 from tests.footguns.common import DefaultStream, N, graph_of, ones
 from tests.sources import config, kernel
 
+pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
+
 
 def test_work_on_another_stream_is_not_lost(device: Device) -> None:
     """The step puts all of its work on another stream than its own.  (A part of it: in the planted

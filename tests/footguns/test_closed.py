@@ -18,6 +18,8 @@ from ostinato.testing import HeldStream
 from tests.footguns.common import N, addresses, doubling, graph_of, ones, struct_kernel
 from tests.sources import config, kernel, preload
 
+pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
+
 
 def test_what_points_at_closed_memory_does_not_run(device: Device, stream: ost.Stream) -> None:
     x, out = ones(device), device.zeros(N, np.float32)

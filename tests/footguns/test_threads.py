@@ -21,6 +21,8 @@ from tests.footguns.common import DefaultStream, N, Rows, count_step, graph_of, 
 from tests.sources import config, kernel, preload
 from tests.threads import in_thread, in_threads
 
+pytestmark = pytest.mark.usefixtures("launcher")  # compiled, and in Python
+
 
 def test_two_threads_on_two_streams_replay_on_their_own(device: Device) -> None:
     counter = device.zeros(1, np.int32)

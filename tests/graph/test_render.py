@@ -492,7 +492,9 @@ def clear(svg: str) -> None:
             ), "an edge runs through a box"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n in (5, 10))) for n in range(12)]
+)
 def test_edges_pass_beside_boxes(host_device: Device, seed: int) -> None:
     rng = random.Random(seed)
     graph, nodes = ost.Graph.create(host_device), list[ost.Node]()

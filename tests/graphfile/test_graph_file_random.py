@@ -158,7 +158,7 @@ def in_another_process(host_device: Device, folder: Path, seeds: range) -> None:
 
 
 def test_random_graphs_in_another_process(host_device: Device, tmp_path: Path) -> None:
-    in_another_process(host_device, tmp_path, range(60))
+    in_another_process(host_device, tmp_path, range(20))
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_every_candidate_is_a_legal_launch_that_covers_all(
 
 @pytest.mark.parametrize("rows", [2, 8, 9, 16, 32, 64])
 def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
-    for hidden in range(64, 8192 + 64, 64):
+    for hidden in range(64, 8192 + 64, 192):
         for inner, vocabulary, clusters in ((hidden, 8192, True), (8 * hidden, 64 * hidden, False)):
             config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=vocabulary)
             has = {"clusters": clusters, "warpgroups": clusters}
@@ -138,7 +138,7 @@ def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
 
 @pytest.mark.parametrize("multiprocessors", [16, 78, 132, 160])
 def test_the_rule_for_one_row_is_legal_for_every_width(multiprocessors: int) -> None:
-    for hidden in range(64, 8192 + 64, 64):
+    for hidden in range(64, 8192 + 64, 192):
         for inner, clusters in ((hidden, True), (min(4 * hidden, 28672), False)):
             config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=16 * hidden)
             given: Any = {"clusters": clusters, "multiprocessors": multiprocessors}
@@ -329,7 +329,7 @@ def test_the_rule_for_small_gpus_fits_them(name: str, kind: str | None) -> None:
     formats = {} if kind is None else formats_of(config, lambda _: kind)
     most = dict.fromkeys((shapes.MAX_SHARED, SMALL_SHARED), 0)
     for shared, rows, (clusters, multiprocessors) in itertools.product(
-        most, (1, 2, 8, 9, 16, 24, 32, 48, 64), ((False, 8), (False, 84), (True, 170))
+        most, (1, 2, 9, 16, 64), ((False, 8), (False, 84), (True, 170))
     ):
         has: Any = {"clusters": clusters, "shared": shared}
         for one in launches_of(config, rows, multiprocessors, formats, **has):
@@ -896,20 +896,20 @@ def test_a_damaged_file_costs_a_warning(
 
 
 @pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize("value", ["0; rm -rf", None, [1], {}, 1.5, math.nan, True, 10**30])
 def test_a_number_of_another_type_is_a_reason_and_no_crash(
-    store: TuningStore, caplog: pytest.LogCaptureFixture, rows: int, value: Any
+    store: TuningStore, caplog: pytest.LogCaptureFixture, rows: int
 ) -> None:
     """One shape's numbers may be compared with another's."""
     path = save(store, rows=rows)
     sound = json.loads(path.read_text())["tuning"]
+    values = itertools.cycle(["0; rm -rf", None, [1], {}, 1.5, math.nan, True, 10**30])
     for name in (*shapes.PRODUCTS.values(), "attention"):
-        for field in sound[name]:
+        for field, value in zip(sound[name], values, strict=False):
             save(store, rows=rows)
             break_tuning(path, name, {**sound[name], field: value})
             caplog.clear()
             with caplog.at_level(logging.WARNING):
-                assert chosen(store, rows=rows) == rule(rows=rows), (name, field)
+                assert chosen(store, rows=rows) == rule(rows=rows), (name, field, value)
             assert "not used" in caplog.text
 
 

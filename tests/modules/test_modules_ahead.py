@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ostinato.modules import CompileOptions, CompilerPool, DiskStore, Source
+from ostinato.modules import CompileOptions, DiskStore, Source, ahead, compile_ahead
 from ostinato.modules.compiler import plan_compilation
 
 CAPABILITY = (9, 0)
@@ -23,83 +24,64 @@ def variant(factor: object, **options: object) -> tuple[Source, CompileOptions]:
     return SOURCE, CompileOptions(defines={"FACTOR": str(factor)}, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def pool(tmp_path: Path) -> Iterator[CompilerPool]:
-    with CompilerPool(CAPABILITY, folder=tmp_path / "kernels", processes=2) as made:
-        yield made
-
-
-def stored(pool: CompilerPool, tmp_path: Path, one: tuple[Source, CompileOptions]) -> bool:
+def stored(tmp_path: Path, *variants: tuple[Source, CompileOptions]) -> list[bool]:
     store = DiskStore(tmp_path / "kernels")
-    return store.load(plan_compilation(*one, CAPABILITY).key) is not None
+    keys = [plan_compilation(*one, CAPABILITY).key for one in variants]
+    return [store.load(key) is not None for key in keys]
+
+
+def compiled(tmp_path: Path, *variants: tuple[Source, CompileOptions]) -> int:
+    return compile_ahead(variants, CAPABILITY, folder=tmp_path / "kernels", processes=2)
 
 
 def test_what_workers_compiled_is_found_under_our_own_key(
-    pool: CompilerPool, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = [variant(n) for n in range(3)]
-    assert pool.compile([*wanted, wanted[0]]) == 3
-    assert all(stored(pool, tmp_path, one) for one in wanted)
-    assert pool.compile(wanted) == 0
-    more = [variant(n) for n in range(3, 5)]  # the same workers, which have the source
-    assert pool.compile(wanted + more) == 2
-    assert all(stored(pool, tmp_path, one) for one in more)
-
-
-def test_workers_import_nothing_from_the_folder_they_are_started_in(
-    pool: CompilerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """They import nothing from the folder they are started in, and what does not compile stops
+    nothing."""
     (tmp_path / "queue.py").write_text("raise SystemExit('not ours')\n")
     monkeypatch.chdir(tmp_path)
-    wanted = [variant(1), variant(2)]
-    assert pool.compile(wanted) == 2
-    assert all(stored(pool, tmp_path, one) for one in wanted)
+    bad, good = variant("no such thing"), [variant(n) for n in range(3)]
+    assert compiled(tmp_path, bad, *good, good[0]) == 4
+    assert stored(tmp_path, bad, *good) == [False, True, True, True]
+    assert compiled(tmp_path, *good) == 0
 
 
-def test_what_does_not_compile_stops_nothing(pool: CompilerPool, tmp_path: Path) -> None:
-    bad, good = variant("no such thing"), [variant(1), variant(2)]
-    assert pool.compile([bad, *good]) == 3
-    assert not stored(pool, tmp_path, bad)
-    assert all(stored(pool, tmp_path, one) for one in good)
-
-
-def test_workers_that_die_are_no_error(pool: CompilerPool, tmp_path: Path) -> None:
-    assert pool.compile([variant(1), variant(2)]) == 2
-    for worker in pool._workers:
-        worker.process.kill()
-        worker.process.wait()
-    more = [variant(3), variant(4)]
-    assert pool.compile(more) == 2
-    assert all(stored(pool, tmp_path, one) for one in more)  # others took their place
-
-
-def test_an_interrupt_ends_the_workers_and_the_next_call_starts_others(
-    pool: CompilerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("how", ["killed", "interrupted", "not started"])
+def test_workers_that_do_not_end_leave_nothing_but_whole_files(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
+    started: list[subprocess.Popen[bytes]] = []
+    interrupts: list[subprocess.Popen[bytes]] = []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "join", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            pool.compile([variant(n) for n in range(20)])
-    assert not pool._workers
-    more = [variant(n) for n in range(20, 24)]
-    assert pool.compile(more) == 4
-    assert all(stored(pool, tmp_path, one) for one in more)
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            if how == "not started" and started:
+                raise OSError("no more processes")
+            super().__init__(*args, **options)
+            started.append(self)
+            if how == "killed":
+                self.kill()
+
+        def wait(self, timeout: float | None = None) -> int:
+            if how == "interrupted" and not interrupts:
+                interrupts.append(self)
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    wanted = [variant(n) for n in range(4)]
+    monkeypatch.setattr(ahead.subprocess, "Popen", Process)
+    with pytest.raises(KeyboardInterrupt) if how == "interrupted" else nullcontext():
+        assert compiled(tmp_path, *wanted) == 4
+    assert all(process.poll() is not None for process in started)
     assert all(entry.problem is None for entry in DiskStore(tmp_path / "kernels").entries())
+    monkeypatch.undo()
+    compiled(tmp_path, *wanted)
+    assert all(stored(tmp_path, *wanted))
 
 
-def test_other_options_are_left_alone(pool: CompilerPool, tmp_path: Path) -> None:
+def test_other_options_are_left_alone(tmp_path: Path) -> None:
     other = [variant(n, fast_math=True) for n in range(2)]
     ptx = Source(data=".version 8.0\n.target sm_90\n", kind="ptx", name="ready.ptx")
-    assert pool.compile([*other, (ptx, CompileOptions())]) == 0
-    assert not stored(pool, tmp_path, other[0])
-
-
-def test_a_closed_pool_starts_nothing(tmp_path: Path) -> None:
-    pool = CompilerPool(CAPABILITY, folder=tmp_path / "kernels", processes=2)
-    pool.close()
-    pool.close()
-    assert pool.compile([variant(1), variant(2)]) == 2
-    assert not stored(pool, tmp_path, variant(1))
+    assert compiled(tmp_path, *other, (ptx, CompileOptions())) == 0
+    assert stored(tmp_path, other[0]) == [False]

@@ -22,7 +22,7 @@ import pytest
 
 import ostinato.modules
 from ostinato.errors import CompileError
-from ostinato.modules import CompileOptions, DiskStore, ModuleCache, Source, ahead, headers
+from ostinato.modules import CompileOptions, DiskStore, ModuleCache, Source, headers
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules.nvrtc import Answer, Nvrtc
 from tests.interrupted import left_out
@@ -171,60 +171,6 @@ def test_at_every_line(tmp_path: Path, quick, monkeypatch, what: str, stride: in
         if line is None:
             lines += run[::stride]
     assert len(lines) > 100 // stride, "it was traced"
-
-
-def test_the_workers_pool_at_every_line(tmp_path: Path, monkeypatch, quick) -> None:
-    """The workers are threads here that answer at once; only this process is interrupted."""
-
-    class Pipe(list[bytes]):
-        closed = False
-
-        def write(self, data: bytes) -> None:
-            if self.closed:
-                raise ValueError("closed")
-            self.append(data)
-
-        def flush(self) -> None: ...
-
-        def readline(self) -> bytes:
-            return b"" if self.closed else b"\n"
-
-        def close(self) -> None:
-            self.closed = True
-
-    class Process:
-        alive: list[Process] = []  # noqa: RUF012
-
-        def __init__(self, *_: object, **__: object) -> None:
-            self.stdin, self.stdout = Pipe(), Pipe()
-            self.alive.append(self)
-
-        def poll(self) -> int | None:
-            return None if self in self.alive else 0
-
-        def kill(self) -> None:
-            if self in self.alive:
-                self.alive.remove(self)
-            self.stdin.close()
-            self.stdout.close()
-
-        def wait(self) -> None: ...
-
-    monkeypatch.setattr(ahead.subprocess, "Popen", Process)
-    variants = [(Source(TEXT), CompileOptions(defines={"N": str(n)})) for n in range(6)]
-    lines: list[int | None] = [None]
-    for line in lines:
-        pool = ahead.CompilerPool((9, 0), folder=tmp_path / "store", processes=2)
-        run = run_until(line, lambda p=pool: p.compile(variants))
-        assert pool.compile(variants) == 6
-        jobs = [job for worker in pool._workers for job in worker.process.stdin]
-        assert len(jobs) >= 6, f"after an interrupt at line {line}"
-        pool.close()
-        assert not pool._workers
-        Process.alive.clear()
-        if line is None:
-            lines += run
-    assert len(lines) > 20, "it was traced"
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes.util
-import io
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -194,15 +192,14 @@ def test_a_plan_for_another_compiler_is_made_again(use, other: Path) -> None:
 
 @nvrtc
 def test_a_worker_keeps_code_under_the_compiler_that_made_it(
-    use, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use, other: Path, tmp_path: Path
 ) -> None:
     use(Toolchain(locate, lambda: CompilerFile.of(str(other))))
     wrong_key = key()
-    source = {"source": 0, "cuda": TEXT, "headers": {}, "name": Source(TEXT).name}
-    job = json.dumps({"capability": [9, 0], "defines": [], "arch": None} | source)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{job}\n"))
+    job = tmp_path / "job"
+    job.write_text(ahead._job((9, 0), [(Source(TEXT), CompileOptions())]))
     store = DiskStore(tmp_path / "kernels")
-    ahead._work(str(store.folder))
+    ahead._work(str(store.folder), str(job))
     true_key = key()
     assert true_key != wrong_key
     assert store.load(true_key) is not None and store.load(wrong_key) is None

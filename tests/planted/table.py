@@ -1,29 +1,25 @@
-"""The tables of docs/correctness.md, from the catalogues: `python -m tests.planted.table`."""
+"""The table of mistakes in docs/correctness.md, from the catalogue:
+`python -m tests.planted.table`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from ostinato.step import Cause
-from tests.planted.ours import FAULTS
 from tests.planted.users import PLANTS, Caught, Plant
 
-__all__ = ["PAGE", "with_tables"]
+__all__ = ["PAGE", "with_table"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "correctness.md"
+BEGIN = "<!-- users: written by python -m tests.planted.table -->\n"
 
 
-def with_tables(page: str) -> str:
-    """The page with its tables as the catalogues have them."""
-    for name, rows in (("users", _users()), ("ours", _ours())):
-        begin = f"<!-- {name}: written by python -m tests.planted.table -->\n"
-        pattern = re.escape(begin) + ".*?(?=<!-- end -->)"
-        table = begin + "\n".join(rows) + "\n"
-        page, found = re.subn(pattern, lambda _, table=table: table, page, flags=re.S)
-        assert found == 1, f"the page has {found} places for the table {name!r}"
-    return page
+def with_table(page: str) -> str:
+    """The page with its table as the catalogue has it."""
+    before, begin, after = page.partition(BEGIN)
+    end = after.index("<!-- end -->")
+    return before + begin + "\n".join(_users()) + "\n" + after[end:]
 
 
 def _users() -> Iterable[str]:
@@ -45,16 +41,6 @@ def _verify(plant: Plant) -> str:
     return '`"first"`' if plant.verify == "first" else "`n`"
 
 
-def _ours() -> Iterable[str]:
-    yield "| with the fault | tests that fail | thread |"
-    yield "|---|---|---|"
-    for fault in FAULTS.values():
-        tests = ", ".join(
-            f"`{test.rpartition('::')[2].partition('[')[0]}`" for test in fault.caught_by
-        )
-        yield f"| {fault.mistake} | {tests} | {_link(fault.thread)} |"
-
-
 def _link(thread: str | None) -> str:
     if thread is None:
         return ""
@@ -63,4 +49,4 @@ def _link(thread: str | None) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

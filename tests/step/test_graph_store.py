@@ -445,7 +445,7 @@ with ost.open_device("host") as device:
         model.run(cache, store, factor)
     print("begun", flush=True)
     while True:
-        assert store.save_cache(cache, check=sys.argv[2] == "once") == {}
+        assert store.save_cache(cache, check=False) == {}
         if sys.argv[2] == "once":
             break
 """
@@ -481,7 +481,7 @@ def test_two_processes_save_one_store(tmp_path: Path) -> None:
 
 def test_a_process_that_is_killed_while_it_saves_leaves_whole_files(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    for wait in (0.0, 0.003, 0.011, 0.05):
+    for wait in (0.003, 0.05):
         process = saving(folder, "for ever")
         assert process.stdout is not None and process.stdout.readline() == "begun\n"
         while len(list(folder.glob("graphs/*.graph"))) < 2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +13,8 @@ import typer
 from ostinato.cli import arguments
 from ostinato.cli.endings import INTERRUPTED
 from ostinato.cli.plain import say
-from ostinato.cli.progress import fetched, prompt_progress
-from ostinato.cli.ranks import other_ranks, rank_devices, rank_threads
+from ostinato.cli.progress import prompt_progress
+from ostinato.cli.ranks import following_ranks, rank_devices, rank_threads
 from ostinato.cli.speaker import sampling_options, show, speaker
 from ostinato.models.extra import require_extra
 
@@ -133,14 +132,10 @@ def generate(
         "stop": stop or (),
     }
 
-    def work() -> dict[str, Any]:
-        parts = {"decoder": options, "sampling": asdict(sampling), "call": call}
-        return {"kind": "generate", "model": str(fetched(model)), **parts}
-
     interrupted = False
     with (
-        other_ranks(devices, work) as group,
-        speaker(model, device=devices[0], quiet=quiet, group=group, **options) as generator,
+        following_ranks(devices, model, options) as leading,
+        speaker(model, device=devices[0], quiet=quiet, **options, **leading) as generator,
     ):
         with prompt_progress(quiet=quiet) as progress:
             answer = generator.generate(**call, sampling=sampling, progress=progress)
@@ -148,10 +143,8 @@ def generate(
                 for piece in answer:
                     if not as_json:
                         show(_line(text=piece) if stream_json else piece)
-            except KeyboardInterrupt as error:
+            except KeyboardInterrupt:
                 interrupted = True
-                if group is not None:
-                    group.fail(error)
         summary = answer.summary()
     if as_json:
         sys.stdout.write(json.dumps(summary.to_dict()) + "\n")

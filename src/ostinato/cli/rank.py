@@ -20,7 +20,6 @@ import typer
 
 from ostinato.cli.bench import subject_of
 from ostinato.cli.endings import FAILED, ending
-from ostinato.cli.speaker import speaker
 from ostinato.errors import GroupError, OstinatoError
 
 if TYPE_CHECKING:
@@ -62,23 +61,6 @@ def _end_with_rank_0() -> None:
         while os.read(sys.stdin.fileno(), 1 << 16):
             pass
     os._exit(FAILED)
-
-
-def _generate(
-    group: Group,
-    device: str | None,
-    *,
-    model: str,
-    decoder: dict[str, Any],
-    sampling: dict[str, Any],
-    call: dict[str, Any],
-) -> None:
-    """Generates as rank 0 does, and drops the answer."""
-    from ostinato.models.sampling import SamplingOptions
-
-    with speaker(model, device=device, group=group, quiet=True, **decoder) as generator:
-        for _ in generator.generate(sampling=SamplingOptions(**sampling), **call):
-            pass
 
 
 def _repeat(group: Group, device: str | None, *, model: str, decoder: dict[str, Any]) -> None:
@@ -126,7 +108,6 @@ def _bench(
 
 
 WORKS: Mapping[str, Callable[..., None]] = {
-    "generate": _generate,
     "follow": _repeat,
     "bench": _bench,
 }

@@ -616,7 +616,7 @@ static PyMemberDef repeat_members[] = {
 
 static PyType_Slot repeat_slots[] = {
     {Py_tp_members, repeat_members},
-    {Py_tp_doc, "See PythonRepeat in ostinato.driver.launcher."},
+    {Py_tp_doc, "See Repeat in ostinato.driver.launcher."},
     {Py_tp_new, repeat_new},
     {Py_tp_methods, repeat_methods},
     {Py_tp_traverse, repeat_traverse},

@@ -9,17 +9,14 @@ the frame, the comparison and the ctypes call cost 0.2 to 0.7 µs; in C a fracti
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
-from ostinato.driver.signature import Element, address_for, buffer_struct
+from ostinato.driver.signature import Element, address_for
 from ostinato.errors import Status
-from ostinato.records import dataclass
 
 if TYPE_CHECKING:
     from ostinato.driver.api import (
@@ -119,14 +116,14 @@ class PythonSeat:
             return not self.leases
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class PythonRepeat:
+class Repeat(Protocol):
     """A call that repeats the last replay, as long as its arguments and guards are unchanged.
 
-    `lock` is held during the launch.  `guarded` are objects and names of their attributes.
-    `again`, with the sizes of a call by name, launches and returns `answer` if the sizes are the
-    armed ones (whole numbers), each attribute still is the armed object, and the launcher is hot;
-    else it does nothing and returns None.  It raises the errors of the launch.
+    It is made by `repeat`, with a `lock` that is held during the launch, and `guarded`: objects and
+    names of their attributes.  `again`, with the sizes of a call by name, launches and returns
+    `answer` if the sizes are the armed ones (whole numbers), each attribute still is the armed
+    object, and the launcher is hot; else it does nothing and returns None.  It raises the errors of
+    the launch.
 
         cold -> arm() -> hot for `left` launches, or until cool()
 
@@ -134,15 +131,7 @@ class PythonRepeat:
     `table`; `release` is called with a seat that has left and whose last lease has ended.
     """
 
-    lock: Any
-    answer: object
-    guarded: tuple[tuple[object, str], ...]
-    table: Any
-    touch: Callable[[Any], object]
-    release: Callable[[Any], object]
-    left: int = field(default=0, init=False)
-    _armed: tuple[Any, ...] | None = field(default=None, init=False)
-    _count: int = field(default=0, init=False)
+    left: int
 
     def arm(
         self,
@@ -155,43 +144,14 @@ class PythonRepeat:
         /,
     ) -> None:
         """Makes calls with these sizes launch the launcher on the stream from here on."""
-        self._armed, self.left = (sizes, wanted, seat, launcher, stream), left
 
     def cool(self) -> None:
         """Stops all repeats until `arm` is called again."""
-        self._armed = None
 
     def taken(self) -> int:
         """Returns the number of launches since the last call of this."""
-        count, self._count = self._count, 0
-        return count
 
-    def again(self, given: dict[str, int], /) -> Any:
-        armed = self._armed
-        if armed is None or armed[0] != given or not self.left:
-            return None
-        for size in given.values():
-            if type(size) is not int:  # True and 3.0 are equal to whole numbers
-                return None
-        with self.lock:
-            if self._armed is not armed:  # another thread's call came in between
-                return None
-            _, wanted, seat, launcher, stream = armed
-            for (thing, name), value in zip(self.guarded, wanted, strict=True):
-                if getattr(thing, name) is not value:
-                    return None
-            if launcher._hot[0] is not stream or not seat.lease():
-                return None
-            try:
-                if self.table.latest is not seat:
-                    self.touch(seat)
-                launcher.launch(stream)
-                self.left -= 1
-                self._count += 1
-            finally:
-                if seat.release():
-                    self.release(seat)
-            return self.answer
+    def again(self, given: dict[str, int], /) -> Any: ...
 
 
 _extension, _missing = load_extension("ostinato.driver._launch")
@@ -199,11 +159,9 @@ _extension, _missing = load_extension("ostinato.driver._launch")
 if TYPE_CHECKING or _extension is None:
     Launcher = PythonLauncher
     Seat = PythonSeat
-    Repeat = PythonRepeat
 else:
     Launcher = _extension.Launcher
     Seat = _extension.Seat
-    Repeat = _extension.Repeat
 
 
 def compiled() -> bool:
@@ -256,19 +214,20 @@ def repeat(
     table: Any,
     touch: Callable[[Any], object],
     release: Callable[[Any], object],
-) -> Repeat:
-    """Makes a `PythonRepeat`, or its compiled twin where the extension was built."""
-    kind = PythonRepeat if _extension is None else _extension.Repeat
-    made: Repeat = kind(lock, answer, guarded, table, touch, release)
+) -> Repeat | None:
+    """Makes a `Repeat`.  Returns None without the extension: then no call is repeated so."""
+    if _extension is None:
+        return None
+    made: Repeat = _extension.Repeat(lock, answer, guarded, table, touch, release)
     return made
 
 
 def packer(codes: str, slots: Sequence[ParameterSlot], elements: Sequence[Element | None]) -> Pack:
     """Returns a function that packs the values of one launch into bytes.
 
-    The function returns None if a value does not have exactly the type of its slot;
-    `Signature.pack` then converts the value or raises the error.  `codes`: one of
-    `signature.PLAIN_CODES` for each slot; `elements`: the element that a pointer takes
+    The function returns None if a value does not have exactly the type of its slot, and always
+    without the extension; `Signature.pack` then packs the values or raises the error.  `codes`: one
+    of `signature.PLAIN_CODES` for each slot; `elements`: the element that a pointer takes
     (`Signature.elements`), None for other slots.  An address is an int; that of a buffer
     (`Buffer._pointer`) whose element is the slot's or its space's raw one; or the result of
     `signature.address_for`.
@@ -279,43 +238,7 @@ def packer(codes: str, slots: Sequence[ParameterSlot], elements: Sequence[Elemen
         taken = tuple([None if e is None else (e, e.space.raw) for e in elements])
         pack: Pack = _extension.Packer(codes, offsets, size, taken, address_for).pack
         return pack
-    return partial(_pack, buffer_struct(codes, slots), codes, tuple(elements))
-
-
-def _pack(
-    packing: struct.Struct,
-    codes: str,
-    elements: tuple[Element | None, ...],
-    values: tuple[object, ...],
-) -> bytes | None:
-    if len(values) != len(codes):
-        return None
-    words = list(values)
-    for index, code in enumerate(codes):
-        kind = type(words[index])
-        if kind is int or kind is float:
-            if (kind is float) != (code in "fd"):
-                return None
-        elif code == "P":
-            element = elements[index]
-            pointer = getattr(words[index], "_pointer", None)
-            if (
-                type(pointer) is tuple
-                and element is not None
-                and (pointer[1] is element or pointer[1] is element.space.raw)
-            ):
-                words[index] = pointer[0]
-                continue
-            address = address_for(words[index], element)
-            if type(address) is not int:
-                return None
-            words[index] = address
-        else:
-            return None
-    try:
-        return packing.pack(*words)
-    except (struct.error, OverflowError):
-        return None
+    return lambda _: None
 
 
 KernelTarget: TypeAlias = tuple[int, int, int, int]

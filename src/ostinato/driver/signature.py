@@ -382,8 +382,9 @@ class Signature(_LaidOut):
                 )
             if space is not None:
                 space.require(value, what, "the kernel is of")
-            if held is not None and not _agrees(held, parameter.dtype):
-                raise InputError(_wrong_type(parameter, held))
+            typed = None if parameter.dtype is BYTES else held  # a pointer to bytes takes any type
+            if typed is not None and not _agrees(typed, parameter.dtype):
+                raise InputError(_wrong_type(parameter, typed))
             return _address_bytes(address, what)
         if parameter.type == "bytes":
             if isinstance(value, np.generic | np.ndarray):

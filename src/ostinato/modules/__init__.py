@@ -15,14 +15,13 @@ from ostinato.modules.kernel import Kernel, LoadedModule
 from ostinato.modules.source import CompileOptions, Source
 
 if TYPE_CHECKING:
-    from ostinato.modules.ahead import CompilerPool
+    from ostinato.modules.ahead import compile_ahead
     from ostinato.modules.cubin import KernelResources
     from ostinato.modules.offline import CompiledSource
 
 __all__ = [
     "CompileOptions",
     "CompiledSource",
-    "CompilerPool",
     "DiskStatistics",
     "DiskStore",
     "Kernel",
@@ -33,10 +32,11 @@ __all__ = [
     "PreloadItem",
     "Source",
     "StoredKernel",
+    "compile_ahead",
 ]
 
 
-_LATER = {"CompiledSource": "offline", "CompilerPool": "ahead", "KernelResources": "cubin"}
+_LATER = {"CompiledSource": "offline", "KernelResources": "cubin", "compile_ahead": "ahead"}
 """Names that only compiling ahead or without a device needs, imported on first use."""
 
 

@@ -262,7 +262,7 @@ class Engine:
     """The keys of one door, in a cache.
 
     `guarded`: objects and names of attributes that must be equal to the values of `Work.wanted` for
-    a call to be repeated without other checks (`driver.launcher.PythonRepeat`).  Calls are made
+    a call to be repeated without other checks (`driver.launcher.Repeat`).  Calls are made
     under `turn`, the lock of their stream, and the engine's `lock`, in this order.  `settings`
     and `profile`: those of the cache if None.  `timed`: whether the engine times launches; a door
     may time whole calls itself.
@@ -552,6 +552,8 @@ class Engine:
         assert call.given is not None
         if call.repeat is None:
             call.repeat = self._new_repeat()
+            if call.repeat is None:
+                return
             self._repeated.add(call)
         self._count_repeats(call)
         call.armed_at = self.cache.epoch

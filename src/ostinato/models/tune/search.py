@@ -50,7 +50,7 @@ from ostinato.models.tune.candidates import (
     warpgroup_variants,
 )
 from ostinato.models.weights import Weights
-from ostinato.modules import CompileOptions, CompilerPool
+from ostinato.modules import CompileOptions, compile_ahead
 
 _WORKSPACE = 1 << 25
 _WARM = 3
@@ -110,11 +110,6 @@ class StepMeter(Closeable):
         self.plan = BufferPlan.allocate(device, weights, sizes, workspace=_WORKSPACE, more=more)
         self._program = decode_program(self.config)
         self._trusted = trusted
-        self._compilers: CompilerPool | None = None
-        disk = device.modules.disk
-        if disk is not None and device.capabilities.compiles_cuda:
-            capability = device.properties.compute_capability
-            self._compilers = CompilerPool(capability, folder=disk.folder)
         self.stream: Stream = device.create_stream()
         self._marks = [device.create_event(timing=True) for _ in range(2)]
         try:
@@ -154,9 +149,12 @@ class StepMeter(Closeable):
 
     def prepare(self, tunings: Sequence[Tuning]) -> None:
         """Compiles the kernels of all tunings, on all cores; errors show when one is measured."""
-        if self._compilers is not None:
+        disk = self.device.modules.disk
+        if disk is not None and self.device.capabilities.compiles_cuda:
             every = (one for tuning in tunings for one in self._launches(tuning))
-            self._compilers.compile([*dict.fromkeys((one.source, one.options) for one in every)])
+            variants = [(one.source, one.options) for one in every]
+            capability = self.device.properties.compute_capability
+            compile_ahead(variants, capability, folder=disk.folder)
 
     def _launches(self, tuning: Tuning) -> tuple[CudaLaunch, ...]:
         """Returns launches whose products are compiled one by one: a candidate changes only one."""
@@ -253,8 +251,6 @@ class StepMeter(Closeable):
 
     def close(self) -> None:
         """Frees buffers and stream, but not the weights.  Idempotent."""
-        if self._compilers is not None:
-            self._compilers.close()
         if not self.device.context.closed and not self.stream.closed:
             self.stream.synchronize()
         for mark in self._marks:
