@@ -23,9 +23,10 @@ import numpy as np
 import typer
 
 import ostinato as ost
-from benchmarks.profile import Profile, ProfileRow, profile_svg
 from ostinato import errors, settings
 from ostinato.bench.floor import Bandwidth
+from ostinato.bench.plot import profile_svg
+from ostinato.bench.profile import Profile, ProfileRow
 from ostinato.cli import app
 from ostinato.relational import JoinKey
 from ostinato.relational.chain import KERNELS, chain_of, source
@@ -111,7 +112,7 @@ def join_picture() -> str:
 
 
 def profile_picture(shape: str) -> str:
-    """Draws a step's profile on an H100 from its results file, as `benchmarks.profile` does."""
+    """Draws a step's profile on an H100 from its results file, as `ostinato bench` does."""
     result = figures.results(f"profile-{shape}-{figures.H100}")
     ceiling, summary, settings = result["ceiling"], result["summary"], result["settings"]
     fields = [field.name for field in dataclasses.fields(ProfileRow)]

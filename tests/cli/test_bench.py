@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks import profile, replays
-from benchmarks.profile import Attribution, Profile, ProfileRow, profile_svg
-from benchmarks.replays import Replays
 from ostinato import Source
-from ostinato.bench import floor, random_weights
+from ostinato.bench import floor, random_weights, replays
 from ostinato.bench.decode import Row, measure, prompt_tokens
 from ostinato.bench.options import DecodeOptions, points_of, positions_of
-from ostinato.bench.plot import decode_svg
+from ostinato.bench.plot import decode_svg, profile_svg
+from ostinato.bench.profile import Attribution, Profile, ProfileRow
 from ostinato.bench.random_weights import random_checkpoint
+from ostinato.bench.replays import Replays
 from ostinato.bench.report import Result
 from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.bench.ways import DecoderWay, LaunchMode, Timed, Times
@@ -208,15 +207,14 @@ def test_quantised_random_weights_stay_packed() -> None:
     assert settings["weights_on_device_bytes"] < traffic(TINY, 4).weights / 3
 
 
-def test_a_profile_accounts_for_every_launch_and_byte(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_accounts_for_every_launch_and_byte(tmp_path: Path) -> None:
     picture, position = tmp_path / "profile.svg", 9
-    options = ["--shape", "tiny", "--quick", "--batch", "2", "--context", str(position)]
-    options += ["--device", "host", "--out", str(tmp_path), "--plot", str(picture)]
-    assert profile.main(options) == 0
-    printed = capsys.readouterr().out
-    result = result_of(printed)
+    options = ("--batch", "2", "--context", str(position), "--out", str(tmp_path))
+    answer = here(
+        "bench", "--profile", "--shape", "tiny", "--quick", *options, "--plot", str(picture)
+    )
+    assert answer.status == 0, answer.err
+    result = result_of(answer.out)
     (path,) = tmp_path.glob("*.json")
     assert path.name.startswith("profile-tiny-batch-2-9-host")
     assert json.loads(path.read_text()) == result
@@ -231,9 +229,9 @@ def test_a_profile_accounts_for_every_launch_and_byte(
     total = sum(row["nbytes"] * row["launches"] for row in result["rows"])
     assert total == bytes_of.step(2, position + 1) + gathered + 2 * bytes_of.position + HEADERS
     words = words_of(picture)
-    assert all(name in words and name in printed for name in program)
+    assert all(name in words and name in answer.out for name in program)
     # On the CPU each launch is timed alone, so there is no overlap to speak of.
-    assert "nothing overlaps" in printed and "the overlap is" not in printed
+    assert "nothing overlaps" in answer.out and "the overlap is" not in answer.out
     assert "launches, each by itself" in words
 
 

@@ -141,6 +141,11 @@ def test_a_comparison_of_ranks(tmp_path: Path) -> None:
     assert next(tmp_path.glob("*.json")).name.startswith("decode-tiny-batches-0-prompt-2-ranks")
 
 
+def test_what_a_comparison_of_ranks_does_not_do() -> None:
+    options = ("--shape", "tiny", "--profile", "--tensor-parallel", "2")
+    refused(here("bench", *options), "--profile")
+
+
 # ------------------------------------------------------------------------------------------- chat
 
 

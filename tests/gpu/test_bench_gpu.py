@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import profile, tuning
+from benchmarks import tuning
 from ostinato.bench.floor import measure_bandwidth
 from ostinato.bench.shapes import SHAPES, traffic
 from ostinato.cli.bench import bench
@@ -60,8 +60,10 @@ def test_the_default_shapes_are_measured_beside_a_search(
 def test_a_profile_adds_up_to_the_step(
     cuda_device: Device, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--shape", "135M", "--context", "300", "--quick", "--out", str(tmp_path)]
-    profile.main([*options, "--device", cuda_device.name, "--plot", str(tmp_path / "profile.svg")])
+    bench(
+        shape="135M", context="300", profile=True, quick=True, device=cuda_device.name,
+        plot=tmp_path / "profile.svg",
+    )  # fmt: skip
     result = json.loads(capsys.readouterr().out.rstrip().splitlines()[-1])
     summary, rows = result["summary"], result["rows"]
     parts = summary["start_us"] + sum(row["total_us"] for row in rows)

@@ -24,6 +24,7 @@ from pathlib import Path
 import ostinato as ost
 from ostinato.bench.decode import DecodeResult, PromptRow, Row
 from ostinato.bench.options import DecodeOptions
+from ostinato.bench.profile import Profile
 from ostinato.files import replace_file
 
 SCHEMA = "ostinato.benchmark/1"
@@ -117,9 +118,9 @@ def decode_result(
     ceiling: dict[str, object] = {
         "what": "every weight once, and keys and values of all positions, over the bandwidth",
         "bandwidth": found.bandwidth.how,
-        "bandwidth_gb_per_s": gigabytes(found.bandwidth.best),
-        "read_gb_per_s": gigabytes(found.bandwidth.read),
-        "copy_gb_per_s": gigabytes(found.bandwidth.copy),
+        "bandwidth_gb_per_s": _gigabytes(found.bandwidth.best),
+        "read_gb_per_s": _gigabytes(found.bandwidth.read),
+        "copy_gb_per_s": _gigabytes(found.bandwidth.copy),
         "weight_bytes": found.traffic.weights,
         "bytes_per_position": found.traffic.position,
         "floor_us_at_context_0": round(found.traffic.weights / found.bandwidth.best * 1e6, 2),
@@ -149,7 +150,7 @@ def decode_result(
             for prompt in dict.fromkeys(row.prompt for row in ours)
         }
     return Result(
-        name_of("decode", subject, options, found.ranks),
+        _name("decode", subject, options, found.ranks),
         ceiling,
         summary,
         machine(device),
@@ -168,7 +169,7 @@ def decode_result(
     )
 
 
-def name_of(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> str:
+def _name(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> str:
     """Returns a benchmark's name, with the options that are not the defaults, so that results of
     different kinds have different files."""
     parts, plain = [kind, subject], DecodeOptions()
@@ -191,7 +192,7 @@ def name_of(kind: str, subject: str, options: DecodeOptions, ranks: int = 1) -> 
     return "-".join(parts)
 
 
-def gigabytes(nbytes: float) -> float:
+def _gigabytes(nbytes: float) -> float:
     """Returns gigabytes to four significant digits."""
     return float(f"{nbytes / 1e9:.4g}")
 
@@ -202,10 +203,29 @@ def _first_point(row: Row) -> tuple[int, int, float]:
     return -row.batch, -row.context, row.tokens_per_second
 
 
+def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result:
+    """Returns a step's profile as a result."""
+    point = DecodeOptions(batches=(profile.batch,), contexts=(profile.position,))
+    return Result(
+        _name("profile", subject, point),
+        {
+            "what": "the launch's bytes over the bandwidth",
+            "bandwidth": profile.bandwidth.how,
+            "bandwidth_gb_per_s": _gigabytes(profile.bandwidth.best),
+            "floor_us": round(profile.floor_us, 2),
+        },
+        profile.summary(),
+        machine(device),
+        {"model": subject, "batch": profile.batch, "position": profile.position},
+        [row.to_dict() for row in profile.rows],
+        {},
+    )
+
+
 # ------------------------------------------------------------------------------------- the terminal
 
 
-def print_table(title: str, rows: Sequence[Mapping[str, str]], groups: Sequence[object]) -> None:
+def _print(title: str, rows: Sequence[Mapping[str, str]], groups: Sequence[object]) -> None:
     """Prints a table of rows by column, the first left-aligned, with a line between groups."""
     from rich.console import Console
     from rich.table import Table
@@ -243,7 +263,7 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
         )
     where = f"{found.ranks} x " * (found.ranks > 1) + device.properties.name
     points = [(row.batch, row.context) for row in found.rows]
-    print_table(f"decoding {subject} on {where}", lines, points)
+    _print(f"decoding {subject} on {where}", lines, points)
     if found.prompts:
         lines = [
             {
@@ -258,7 +278,7 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
             for row in found.prompts
         ]
         title = f"prompts of {subject} on {device.properties.name}"
-        print_table(title, lines, [row.prompt for row in found.prompts])
+        _print(title, lines, [row.prompt for row in found.prompts])
     print(f"floor: {found.bandwidth.best / 1e9:,.0f} GB/s, by {found.bandwidth.how}")
     if found.weights:
         of = "of each rank" if found.ranks > 1 else "on the device"
@@ -269,3 +289,27 @@ def show(subject: str, device: ost.Device, found: DecodeResult) -> None:
         print(f"not measured: {name}: {why}")
     for line in found.unequal:
         print(f"NOT EQUAL: {line}")
+
+
+def show_profile(subject: str, device: ost.Device, profile: Profile) -> None:
+    """Prints the table of a step's profile."""
+    lines = [
+        {
+            "launch": row.name,
+            "times": str(row.launches),
+            "us each": f"{row.us:.2f}",
+            "us in all": f"{row.total_us:.1f}",
+            "alone": f"{row.alone_us:.2f}",
+            "KB each": f"{row.nbytes / 1e3:,.1f}",
+            "TB/s": f"{row.terabytes_per_second:.3g}" if row.nbytes else "-",
+            "of floor": f"{row.of_floor:.1%}" if row.nbytes else "-",
+            "share": f"{row.total_us / profile.step_us:.1%}",
+        }
+        for row in profile.rows
+    ]
+    title = (
+        f"one step of {subject}, batch {profile.batch}, at position {profile.position}, on "
+        f"{device.properties.name}"
+    )
+    _print(title, lines, [0] * len(lines))
+    print(profile.explanation())

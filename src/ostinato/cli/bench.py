@@ -1,4 +1,4 @@
-"""`ostinato bench`: compares the ways of decoding."""
+"""`ostinato bench`: compares the ways of decoding, and profiles a step."""
 
 from __future__ import annotations
 
@@ -105,6 +105,14 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few tokens and one round: shows that it runs.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Instead measure each launch of one step of the first batch and context, from its "
+            "graph.",
+        ),
+    ] = False,
     device: arguments.DeviceName = None,
     tensor_parallel: arguments.TensorParallel = 1,
     out: Annotated[
@@ -139,6 +147,17 @@ def bench(
         ready_folder(out, "--out")
     if plot is not None:
         ready_file(plot, "--plot")
+    parallel = tensor_parallel > 1
+    if parallel and profile:
+        raise typer.BadParameter(
+            "a step of several ranks is not profiled: alone, a launch that waits for other ranks "
+            "shows their times",
+            param_hint="--profile",
+        )
+    if uneven and profile:
+        raise typer.BadParameter(
+            "a profile is of a step whose sequences stand at one position", param_hint="--profile"
+        )
     devices = rank_devices(tensor_parallel, device)
     with open_device(devices[0]) as used:  # finds a wrong name before a model is fetched
         kind = weights if weights in get_args(WeightsKind) else None
@@ -172,10 +191,13 @@ def bench(
 
         with status() as log:
             bandwidth = None
-            if tensor_parallel > 1:  # before the other ranks start: slow on a busy CPU
+            if parallel:  # before the other ranks start: slow on a busy CPU
                 log("measuring the memory's bandwidth")
                 bandwidth = measure_bandwidth(used)
             with other_ranks(devices, work) as group:
+                if profile:
+                    _profile(used, subject, opened, options, output, log)
+                    return
                 run = partial(measure, group=group, bandwidth=bandwidth)
                 equal = compare(run, used, subject, opened, options, output, log)
     if not equal:
@@ -205,6 +227,28 @@ def compare(
         lambda: decode_svg(subject, device.properties.name, found.rows),
     )
     return not found.unequal
+
+
+def _profile(
+    device: Device,
+    subject: str,
+    opened: Callable[[], Checkpoint],
+    options: DecodeOptions,
+    output: Output,
+    log: Callable[[str], None],
+) -> None:
+    from ostinato.bench import report
+    from ostinato.bench.plot import profile_svg
+    from ostinato.bench.profile import profile_subject
+
+    found = profile_subject(device, opened, options, log)
+    log("")
+    _finish(
+        report.profile_result(device, subject, found),
+        output,
+        lambda: report.show_profile(subject, device, found),
+        lambda: profile_svg(subject, device.properties.name, found),
+    )
 
 
 def subject_of(

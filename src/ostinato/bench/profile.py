@@ -1,8 +1,5 @@
 """The profile of one decode step: the time of each launch of its graph.
 
-    python -m benchmarks.profile --shape 1B --batch 8 --plot profile.svg
-    python -m benchmarks.profile --shape 8B --recipe q4_k_m
-
 The step's graph is captured, and its launches are submitted again into shortened captures of the
 same stream, with the same kinds of edges.  Three times are measured, always as replays of graphs:
 
@@ -32,27 +29,17 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
-from pathlib import Path
 
 import ostinato as ost
-from benchmarks import common
-from benchmarks.replays import Replays
 from ostinato.bench.floor import Bandwidth, measure_bandwidth
 from ostinato.bench.options import DecodeOptions
-from ostinato.bench.plot import LEFT, OURS, RIGHT, STYLE, THEIRS, bar, heading
-from ostinato.bench.report import Result, gigabytes, machine, name_of, print_table
-from ostinato.bench.shapes import SHAPES
+from ostinato.bench.replays import Replays
 from ostinato.bench.ways import LaunchMode, decoder_traffic, open_ways
-from ostinato.cli.bench import status, subject_of
 from ostinato.errors import InputError, NotAvailableError
-from ostinato.graph.show.drawing import Drawing
 from ostinato.models import Checkpoint, Decoder
 
-_KERNELS = (*OURS, *THEIRS, "#7b8594", "#a0862c")
 # Microseconds; a smaller difference of two times is only noise.
 _LEAST = 0.05
 _GATHERS = "embed"
@@ -316,133 +303,3 @@ def _operations(graph: ost.Graph) -> list[ost.Operation]:
             )
         found.append(label.operation)
     return found
-
-
-# ------------------------------------------------------------------------------------ what is shown
-
-
-def profile_result(device: ost.Device, subject: str, profile: Profile) -> Result:
-    """Returns a step's profile as a result."""
-    point = DecodeOptions(batches=(profile.batch,), contexts=(profile.position,))
-    return Result(
-        name_of("profile", subject, point),
-        {
-            "what": "the launch's bytes over the bandwidth",
-            "bandwidth": profile.bandwidth.how,
-            "bandwidth_gb_per_s": gigabytes(profile.bandwidth.best),
-            "floor_us": round(profile.floor_us, 2),
-        },
-        profile.summary(),
-        machine(device),
-        {"model": subject, "batch": profile.batch, "position": profile.position},
-        [row.to_dict() for row in profile.rows],
-        {},
-    )
-
-
-def show_profile(subject: str, device: ost.Device, profile: Profile) -> None:
-    """Prints the table of a step's profile."""
-    lines = [
-        {
-            "launch": row.name,
-            "times": str(row.launches),
-            "us each": f"{row.us:.2f}",
-            "us in all": f"{row.total_us:.1f}",
-            "alone": f"{row.alone_us:.2f}",
-            "KB each": f"{row.nbytes / 1e3:,.1f}",
-            "TB/s": f"{row.terabytes_per_second:.3g}" if row.nbytes else "-",
-            "of floor": f"{row.of_floor:.1%}" if row.nbytes else "-",
-            "share": f"{row.total_us / profile.step_us:.1%}",
-        }
-        for row in profile.rows
-    ]
-    title = (
-        f"one step of {subject}, batch {profile.batch}, at position {profile.position}, on "
-        f"{device.properties.name}"
-    )
-    print_table(title, lines, [0] * len(lines))
-    print(profile.explanation())
-
-
-def profile_svg(subject: str, machine: str, profile: Profile) -> str:
-    """Draws a step's profile: its launches along time, then each kernel's total time, with its
-    memory floor."""
-    sheet, name = Drawing(LEFT + RIGHT, LEFT), f"one decode step of {subject} on {machine}"
-    place, step = f"batch {profile.batch}, position {profile.position}", _duration(profile.step_us)
-    launches, share = len(profile.launch_names), profile.floor_us / profile.step_us
-    each = "by itself" if profile.apart else "from the end of the one before"
-    below = f"{place}: {step}, {share:.0%} of the memory's speed; {launches} launches, each {each}"
-    heading(sheet, name, below)
-    colours = dict(zip((row.name for row in profile.rows), cycle(_KERNELS), strict=False))
-    drawn = profile.start_us + sum(max(0.0, us) for us in profile.launch_us)
-    scale = (RIGHT - LEFT) / max(drawn, profile.step_us)
-    x, y = LEFT + profile.start_us * scale, sheet.height
-    tip = f"a replay of one empty kernel: {profile.start_us:.2f} us"
-    sheet.rect(LEFT, y, x - LEFT, 34, tip=tip, class_="track")
-    for launched, us in zip(profile.launch_names, profile.launch_us, strict=True):
-        wide = max(0.0, us) * scale
-        gap = 0.6 if wide > 2 else 0.0  # separates neighbouring launches
-        sheet.rect(x, y, wide - gap, 34, tip=f"{launched}: {us:.2f} us", fill=colours[launched])
-        x += wide
-    sheet.text(LEFT, y + 50, "0", "small")
-    sheet.text(RIGHT, y + 50, step, "small", "end")
-    sheet.height += 74
-    most = max(max(row.total_us, row.floor_us * row.launches) for row in profile.rows)
-    for row in profile.rows:
-        total, speed, floor = row.total_us, row.terabytes_per_second, None
-        texts = [f"{row.name} × {row.launches}", _duration(total), f"{_duration(row.us)} each"]
-        if row.nbytes:
-            texts += [f"{speed:.2f} TB/s" if speed >= 0.1 else f"{speed * 1e3:.1f} GB/s"]
-            texts += [f"{row.of_floor:.0%}"]
-            floor = row.floor_us * row.launches / most
-        bar(sheet, colours[row.name], total / most, floor, *texts)
-    text = (
-        f"dashed: bytes over {profile.bandwidth.best / 1e12:.2f} TB/s.  Empty launches of the same "
-        f"shapes take {_duration(profile.gap_us * launches)} ({profile.gap_us:.2f} us each).  One "
-        f"after the other alone: {_duration(profile.alone_us)}."
-    )
-    sheet.text(LEFT, sheet.height + 16, text, "small")
-    sheet.height += 50
-    return sheet.svg(name, STYLE)
-
-
-def _duration(us: float) -> str:
-    if us >= 1e3:
-        return f"{us / 1e3:.2f} ms"
-    return f"{us:.1f} us" if us >= 10 else f"{us:.2f} us"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = common.options(__doc__)
-    parser.add_argument("--shape", choices=SHAPES)
-    parser.add_argument("--model")
-    parser.add_argument("--recipe", help="types of the shape's random weights, such as q4_k_m")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--plot", type=Path)
-    chosen = parser.parse_args(arguments)
-    subject, opened = subject_of(chosen.shape, chosen.model, chosen.recipe)
-    with ost.open_device(chosen.device) as device:
-        options = DecodeOptions.usual(
-            device,
-            batches=(chosen.batch,),
-            contexts=(chosen.context,),
-            quick=chosen.quick,
-            rounds=chosen.rounds,
-            weights="packed" if chosen.recipe else "auto",
-        )
-        with status() as log:
-            found = profile_subject(device, opened, options, log)
-        show_profile(subject, device, found)
-        result = profile_result(device, subject, found)
-        print(f"results: {result.write(chosen.out)}")
-        if chosen.plot is not None:
-            picture = profile_svg(subject, device.properties.name, found)
-            chosen.plot.write_text(picture, encoding="utf-8")
-        print(result.line())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
