@@ -295,7 +295,10 @@ class Maker:
         if made.why is not None:
             raise type(made.why)(subject.at(str(made.why)))
         nodes = [node for graph in links.graphs for node in graph.nodes()]
-        chain, executable = links.joined(library.device)
+        try:
+            chain, executable = links.joined(library.device)
+        except ValueError as error:
+            raise WaitsForDevice(str(error)) from None
         marks = [object() for _ in chain.places]  # in the result, for values new in each call
         result = made.result
         for place, mark in zip(chain.places, marks, strict=True):
