@@ -9,28 +9,39 @@ so that `graphed` makes its steps between two graphs), and with one that a graph
 made by hand, which is the bound: `of_hand` is the time of `graphed` as a part of its time.
 `parameters` compares them after 200 steps with those of eager training, bit for bit, with torch's
 deterministic kernels; times are those with its usual ones.  Times are those of whole steps with
-the wait for the GPU at their end, in turns.  `first_ms` is the time of the first 12 steps.  With
-`--compile` each work has a process and, while it runs, a GPU of its own: torch 2.11 breaks the
-context in the third work of a process, also without any code of ours.
+the wait for the GPU at their end, in turns.  `first_ms` is the time of the first 12 steps.
+
+Each work has a process of its own: torch 2.11 breaks the context in the third compiled work of a
+process, also without any code of ours.  The processes prepare at the same time, and measure one
+after the other, when all have prepared; rows are written as they come.  With `--compile`, which
+has a file of its own and compares no parameters, the works are also compiled at the same time:
+`compile_ms` is the time of the first 12 steps then, beside the other works, and `compile_cpu_ms`
+the CPU time of all threads of the process meanwhile, without that of the compiler's workers.
+`--after FILE` keeps the rows of other works of an earlier run, each with its commit.
 """
 
 from __future__ import annotations
 
+import argparse
+import fcntl
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ostinato as ost
 from benchmarks import common
+from ostinato.bench.report import Result, machine
 
 BLOCK = 10
 CHECKED = 200
@@ -184,29 +195,30 @@ def by_hand(torch: Any, step: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
 
 
 def trained(torch: Any, work: Work, capturable: bool, steps: int) -> str:
-    """Trains eagerly, by `graphed` and eagerly again; returns how the parameters compare."""
+    """Trains eagerly and by `graphed`; returns how the parameters compare.  If they differ, trains
+    eagerly again: some works give other parameters each time."""
     from ostinato.interop.torch import graphed
 
-    found = []
+    def parameters(wrap: Callable[[Any], Any] | None = None) -> list[Any]:
+        model, step = trainer(torch, work, capturable)
+        if wrap is not None:
+            step = wrap(step)
+        draw = torch.Generator("cuda").manual_seed(7)
+        for count in range(steps):
+            torch.manual_seed(count)
+            step(*work.draw(draw))
+        if wrap is not None:
+            step.close()
+        return [p.detach() for p in model.parameters()]
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        for way in ("eager", "graphed", "eager"):
-            model, step = trainer(torch, work, capturable)
-            if way == "graphed":
-                step = graphed(step)
-            draw = torch.Generator("cuda").manual_seed(7)
-            for count in range(steps):
-                torch.manual_seed(count)
-                step(*work.draw(draw))
-            found.append([p.detach().clone() for p in model.parameters()])
-            if way == "graphed":
-                step.close()
+        eager = parameters()
+        if all(map(torch.equal, eager, parameters(graphed))):
+            return "same"
+        return "WRONG" if all(map(torch.equal, eager, parameters())) else "eager runs differ"
     finally:
         torch.use_deterministic_algorithms(False)
-    eager, ours, again = found
-    if all(map(torch.equal, eager, ours)):
-        return "same"
-    return "WRONG" if all(map(torch.equal, eager, again)) else "eager runs differ"
 
 
 def begun(torch: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> float:
@@ -222,40 +234,43 @@ def begun(torch: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 
 def measure(
-    torch: Any, name: str, work: Work, steps: int, compiles: bool
-) -> list[dict[str, object]]:
+    torch: Any, name: str, work: Work, steps: int, compiles: bool, prepared: Callable[[], None]
+) -> Iterator[dict[str, object]]:
+    """Yields the rows of a work.  Calls `prepared` before the first time that is compared."""
     from ostinato.interop.torch import graphed
 
-    rows = []
-    draw = torch.Generator("cuda").manual_seed(9)
-    args = work.draw(draw)
-    for capturable in (False, True):
+    kinds = {"plain": False, "capturable": True}
+    equal = {} if compiles else {k: trained(torch, work, c, CHECKED) for k, c in kinds.items()}
+    args = work.draw(torch.Generator("cuda").manual_seed(9))
+    beside: dict[str, Callable[..., Any]] = {}
+    compiled: dict[str, object] = {}
+    if work.alone and not work.waits:
+        # The forward and backward alone as graphs, in an eager step.
+        def made_graphed(model: Any) -> Any:
+            return torch.cuda.make_graphed_callables(model, (args[0].clone(),))
+
+        replayed: Callable[[Any], Any] = lambda model: graphed(model, gradients="replay")  # noqa: E731
+        beside["module"] = trainer(torch, work, False, wrap=replayed)[1]
+        beside["make_graphed"] = trainer(torch, work, False, wrap=made_graphed)[1]
+        begun(torch, beside["module"], args)
+    if compiles:
+        began = time.process_time()
+        beside["compiled"] = trainer(torch, work, False, compiles=True)[1]
+        compiled["compile_ms"] = begun(torch, beside["compiled"], args)
+        compiled["compile_cpu_ms"] = round(1e3 * (time.process_time() - began), 1)
+    prepared()
+    for kind, capturable in kinds.items():
         step = graphed(trainer(torch, work, capturable)[1])
-        ways: dict[str, Callable[..., Any]] = {
-            "eager": trainer(torch, work, capturable)[1],
-            "graphed": step,
-        }
-        row: dict[str, object] = {
-            "work": name,
-            "optimizer": "capturable" if capturable else "plain",
-        }
-        row["parameters"] = trained(torch, work, capturable, CHECKED)
+        ways = {"eager": trainer(torch, work, capturable)[1], "graphed": step}
+        row: dict[str, object] = {"work": name, "optimizer": kind}
+        if equal:
+            row["parameters"] = equal[kind]
         row["first_ms"] = begun(torch, step, args)
         if capturable and not work.waits:
             ways["by hand"] = by_hand(torch, trainer(torch, work, True)[1], args)
-        if not capturable and work.alone and not work.waits:
-            # The forward and backward alone as graphs, in an eager step.
-            def made_graphed(model: Any) -> Any:
-                return torch.cuda.make_graphed_callables(model, (args[0].clone(),))
-
-            replayed: Callable[[Any], Any] = lambda model: graphed(model, gradients="replay")  # noqa: E731
-            ways["module"] = trainer(torch, work, False, wrap=replayed)[1]
-            ways["make_graphed"] = trainer(torch, work, False, wrap=made_graphed)[1]
-            begun(torch, ways["module"], args)
-        if compiles and not capturable:
-            torch._dynamo.reset()
-            ways["compiled"] = trainer(torch, work, capturable, compiles=True)[1]
-            row["compile_ms"] = begun(torch, ways["compiled"], args)
+        if not capturable:
+            ways |= beside
+            row |= compiled
         us = common.call_times(torch, ways, args, max(2, steps // BLOCK), BLOCK)
         row |= {f"{way.replace(' ', '_')}_us": round(value, 1) for way, value in us.items()}
         row["of_eager"] = round(us["graphed"] / us["eager"], 3)
@@ -265,47 +280,69 @@ def measure(
         row |= {"replays": counts.replays, "eager": counts.eager}
         row["how"] = "; ".join([f"{key.decision} {key.reason}".strip() for key in counts.keys])
         step.close()
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+        yield row
 
 
-def apart(torch: Any, names: Sequence[str], chosen: Any) -> Iterator[dict[str, Any]]:
-    """Measures each work in a process of its own, with a GPU that no other one has meanwhile.
-    Yields `rows` and `skipped` of each, in order."""
-    gpus: queue.SimpleQueue[str] = queue.SimpleQueue()
-    numbers = ",".join(map(str, range(torch.cuda.device_count())))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", numbers).split(",")
-    for number in visible:
-        gpus.put(number)
+def apart(names: Sequence[str], chosen: Any) -> Iterator[dict[str, Any]]:
+    """Measures each work in a process of its own.  Yields their rows as they come, and for a work
+    whose process fails a row with the reason, `skipped`, alone."""
+    found: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    variables = {
+        "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // len(names))),
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    }
 
-    def measured(name: str) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            words = ["--works", name, "--steps", str(chosen.steps), "--device", chosen.device]
-            words += ["--compile", "--out", folder, *(["--quick"] if chosen.quick else [])]
-            command = [sys.executable, "-m", "benchmarks.torch_training", *words]
-            gpu = gpus.get()
-            try:
-                ended = subprocess.run(
-                    command,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    check=False,
-                    timeout=chosen.within,
-                    env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
-                )
-                found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-                return found
-            except subprocess.TimeoutExpired:
-                why = f"took longer than {chosen.within} s"
-            except (IndexError, ValueError):
-                why = f"its process ended with status {ended.returncode}"
-            finally:
-                gpus.put(gpu)
-        return {"rows": [], "skipped": {name: why}}
+    def run(name: str, lock: str) -> None:
+        words = ["--works", name, "--steps", str(chosen.steps), "--device", chosen.device]
+        words += ["--compile"] * chosen.compile + ["--quick"] * chosen.quick
+        words += ["--within", str(chosen.within)]
+        command = [sys.executable, "-m", "benchmarks.torch_training", *words, "--beside", lock]
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables,
+        ) as child:
+            assert child.stdout is not None
+            why = ""
+            for line in child.stdout:
+                if line.startswith('{"work": '):
+                    found.put(json.loads(line))
+                elif line.startswith("not measured: "):
+                    why = line.removeprefix("not measured: ").strip()
+        if child.returncode == -signal.SIGALRM:
+            why = f"was not prepared after {chosen.within} s"
+        elif child.returncode:
+            why = why or f"its process ended with status {child.returncode}"
+        if why:
+            found.put({"work": name, "skipped": why})
+        found.put(None)
 
-    with ThreadPoolExecutor(len(visible)) as pool:
-        yield from pool.map(measured, names)
+    with tempfile.NamedTemporaryFile() as lock:
+        for name in names:
+            threading.Thread(target=run, args=(name, lock.name), daemon=True).start()
+        for _ in names:
+            yield from iter(found.get, None)
+
+
+def alone(torch: Any, name: str, work: Work, chosen: Any) -> None:
+    """Measures a work beside other processes, and prints each row as a line of JSON.  Processes
+    share a lock while they prepare; each has it for itself while it measures."""
+    with Path(chosen.beside).open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        signal.alarm(chosen.within)
+
+        def prepared() -> None:
+            signal.alarm(0)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+
+        steps = 20 if chosen.quick else chosen.steps
+        try:
+            for row in measure(torch, name, work, steps, chosen.compile, prepared):
+                print(json.dumps(row), flush=True)
+        except Exception as error:
+            traceback.print_exc()
+            print(f"not measured: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def main() -> int:
@@ -313,30 +350,42 @@ def main() -> int:
     parser.add_argument("--works", default="", help="some of them, with commas between")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--compile", action="store_true", help="torch.compile beside them")
-    parser.add_argument("--within", type=float, help="seconds a work, with --compile")
+    parser.add_argument("--within", type=int, default=0, help="seconds to prepare a work; 0: any")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="results of an earlier run")
+    parser.add_argument("--beside", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     torch = common.torch_with_cuda(chosen.device)
     if torch is None:
         return 0
-    device = ost.open_device(chosen.device)
-    rows: list[dict[str, object]] = []
-    skipped: dict[str, str] = {}
     works = _works(torch)
     names = tuple(filter(None, chosen.works.split(","))) or tuple(works)
-    if chosen.compile and len(names) > 1:
-        for found in apart(torch, names, chosen):
-            rows += found["rows"]
-            skipped |= found["skipped"]
-    else:
-        for name in names:
-            try:
-                rows += measure(
-                    torch, name, works[name], 20 if chosen.quick else chosen.steps, chosen.compile
-                )
-            except Exception as error:
-                skipped[name] = f"{type(error).__name__}: {str(error)[:300]}"
-                print(name, skipped[name], flush=True)
-                traceback.print_exc()
+    if chosen.beside:
+        alone(torch, names[0], works[names[0]], chosen)
+        return 0
+    device = ost.open_device(chosen.device)
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    result = Result(
+        "torch_training-compile" if chosen.compile else "torch_training",
+        {"what": "a graph of the whole step, made by hand, of the capturable optimiser"},
+        {},
+        machine(device),
+        {"steps": chosen.steps, "torch": torch.__version__, "quick": chosen.quick},
+        rows,
+        skipped,
+    )
+    if chosen.after is not None:
+        before = json.loads(chosen.after.read_text(encoding="utf-8"))
+        kept = [row for row in before["rows"] if row["work"] not in names]
+        rows += [{"commit": before["machine"]["commit"], **row} for row in kept]
+    for row in apart(names, chosen):
+        if "skipped" in row:
+            skipped[row["work"]] = row["skipped"]
+        else:
+            rows.append(row)
+            rows.sort(key=lambda each: [*works].index(each["work"]))
+        print(row, flush=True)
+        path = result.write(chosen.out)
     columns = (
         "work",
         "optimizer",
@@ -350,15 +399,8 @@ def main() -> int:
         "parameters",
     )
     print(common.table("training steps", rows, columns))
-    common.emit(
-        "torch_training",
-        device,
-        chosen.out,
-        ceiling={"what": "a graph of the whole step, made by hand, of the capturable optimiser"},
-        settings={"steps": chosen.steps, "torch": torch.__version__, "quick": chosen.quick},
-        rows=rows,
-        skipped=skipped,
-    )
+    print(f"results: {path}")
+    print(result.line(), flush=True)
     return 0
 
 

@@ -4,9 +4,9 @@ scheduler, written as for any loop.
     pip install ostinato[cuda13] torch
     python examples/train.py                    # a GPU if torch has one, else the CPU (eagerly)
 
-The network learns to tell two spirals apart.  On a GPU, work between the steps of the optimiser and
-the scheduler is a CUDA graph, and these steps are made in Python as always; the table at the end
-says what became of the calls.
+The network learns to tell two spirals apart.  On a GPU a step is a CUDA graph, with the rate and
+other numbers of the optimiser set before each launch; the scheduler is called in Python as always.
+The table at the end says what became of the calls.
 """
 
 from __future__ import annotations

@@ -84,6 +84,15 @@ class Trained:
             "adam": lambda: torch.optim.Adam(parameters, lr=0.02),
             "adamw": lambda: torch.optim.AdamW(parameters, lr=0.02, foreach=False),
             "lion": lambda: Lion(parameters, {"lr": 0.01}),
+            "amsgrad": lambda: torch.optim.Adam(
+                parameters, lr=0.02, weight_decay=0.1, amsgrad=True, maximize=True
+            ),
+            "rmsprop": lambda: torch.optim.RMSprop(parameters, lr=0.02, momentum=0.5),
+            "adagrad": lambda: torch.optim.Adagrad(parameters, lr=0.02, lr_decay=0.1),
+            "adadelta": lambda: torch.optim.Adadelta(parameters),
+            "adamax": lambda: torch.optim.Adamax(parameters, lr=0.02),
+            "nadam": lambda: torch.optim.NAdam(parameters, lr=0.02),
+            "radam": lambda: torch.optim.RAdam(parameters, lr=0.02),
         }
         self.optimizer = make[optimizer]()
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.8)
@@ -276,6 +285,105 @@ def trained(
 @pytest.mark.parametrize("writer", STEPS)
 def test_a_whole_step(writer: Any, kind: str, make_chained: Make, where: str) -> None:
     trained(make_chained, where, writer, kind)
+
+
+IN_THE_GRAPH = ["sgd", "adam", "adamw", "amsgrad", "rmsprop", "adagrad", "adadelta", "adamax"]
+
+
+@pytest.mark.parametrize("kind", [*IN_THE_GRAPH, "nadam", "radam"])
+def test_a_rate_that_is_scheduled(kind: str, make_chained: Make, where: str) -> None:
+    """Rates, momenta and counts are numbers in a graph with the step; NAdam and RAdam decide by
+    them, or keep others on the CPU, and kernels without `foreach` divide by other numbers."""
+
+    def writer(t: Trained) -> Step:
+        if kind in ("sgd", "adam", "adamw"):
+            t.scheduler = torch.optim.lr_scheduler.OneCycleLR(t.optimizer, 0.1, total_steps=60)
+        return scheduled(t)
+
+    step = trained(make_chained, where, writer, kind)
+    found = step.explain().rpartition("steps of Python at ")[2]
+    inside = kind in IN_THE_GRAPH and (kind, where) != ("adamw", "cuda")
+    assert ("numbers of Python for" in found) is inside, step.explain()
+
+
+def test_counts_that_the_user_sets(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        counts = [state["step"] for state in t.optimizer.state.values()]
+        for count in counts if call == 10 else counts[:1] if call == 16 else ():
+            count.fill_(3.0)
+        if call == 20:
+            for state in t.optimizer.state.values():
+                state["step"] = torch.tensor(7.0)
+
+    trained(make_chained, where, plainly, "adam", calls=30, between=between)
+
+
+def test_a_rate_that_becomes_a_tensor(make_chained: Make, where: str) -> None:
+    def between(t: Trained, call: int) -> None:
+        if call == 10:
+            t.optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+        if call > 20:
+            t.optimizer.param_groups[0]["lr"].mul_(0.9)
+
+    trained(make_chained, where, plainly, "adam", calls=30, between=between, replays=8)
+
+
+def test_a_hook_of_a_step(make_chained: Make, where: str) -> None:
+    """With a hook the step is called in Python."""
+
+    def between(t: Trained, call: int) -> None:
+        def note(*args: Any) -> None:
+            t.average.add_(1)
+
+        if call == 9:
+            t.hook = t.optimizer.register_step_post_hook(note)  # type: ignore[attr-defined]
+        if call == 20:
+            t.hook.remove()  # type: ignore[attr-defined]
+
+    trained(make_chained, where, plainly, "adam", calls=30, between=between)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_capture_that_breaks_after_a_step(draws: bool, make_chained: Make, where: str) -> None:
+    """No step counts twice, if the rest of the call or all of it runs eagerly then."""
+
+    def writer(t: Trained) -> Step:
+        t.model[3].p = 0.25 * draws
+        step = plainly(t)
+
+        def also(x: Any, y: Any) -> Any:
+            loss = step(x, y)
+            square = t.last.weight @ t.last.weight.T
+            return loss + torch.linalg.eigh(square.detach())[0].sum()
+
+        return also
+
+    trained(make_chained, where, writer, "adam", replays=8 if where == "cpu" else 0)
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_value_that_decides_beside_a_step(place: str, make_chained: Make, where: str) -> None:
+    """Another value takes back the step of the replay, if there was one yet."""
+
+    def writer(t: Trained) -> Step:
+        step = plainly(t)
+
+        def also(x: Any, y: Any) -> Any:
+            if place == "before" and len(torch.unique(t.last.bias.detach() > 50)) > 1:
+                raise FloatingPointError("too much")
+            loss = step(x, y)
+            if place == "after" and t.last.bias.detach()[0] > 50:
+                raise FloatingPointError("too much")
+            return loss
+
+        return also
+
+    def between(t: Trained, call: int) -> None:
+        with torch.no_grad():
+            t.last.bias[0] = 100.0 if call in (12, 17) else 0.25
+
+    least = 10 if where == "cpu" else 0
+    trained(make_chained, where, writer, "adam", calls=30, between=between, replays=least)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adam"])

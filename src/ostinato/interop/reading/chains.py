@@ -62,6 +62,31 @@ class PythonStep:
             raise Raised(error) from error
 
 
+class StepInside(Protocol):
+    """A step of an optimiser inside of a graph, with numbers that the host computes: each replay
+    sets them before the launch."""
+
+    line: str
+    objects: tuple[Any, ...]
+    """The objects that it changes on the host."""
+
+    def found_in(self, executables: Sequence[GraphExec | None]) -> int:
+        """Finds its numbers in the graphs of a chain; returns the index of the first graph that has
+        some.  Raises ValueError if some are in none."""
+        ...
+
+    @property
+    def refuse(self) -> Callable[[], object]:
+        """A function that makes it a PythonStep in later chains."""
+        ...
+
+    def begin(self) -> None:
+        """Counts, and sets the numbers of the next launch.  Raises NotLaunched."""
+
+    def back(self) -> None:
+        """Takes the count of `begin` back."""
+
+
 class Raised(Exception):
     """An error: the function raised `error` in a run that counts."""
 
@@ -202,6 +227,11 @@ class Chain:
     places: list[ResultPlace] = field(init=False)
     """The places in the result of the values that are not compared, in the order of `run`."""
     values: tuple[Hashable, ...] = field(init=False)
+    inside: list[tuple[int, StepInside]] = field(default_factory=list)
+    """The steps of optimisers inside of graphs, each with the index of its link; that of the last
+    graph comes after those of the links."""
+    _begun: list[StepInside] = field(default_factory=list)
+    """The steps that the replay under way has begun."""
     settled: list[tuple[Any, str, Any]] = field(default_factory=list)
     """The gradients at the end of the call that are others than those at its last step of Python,
     as `Library.attached` lists them."""
@@ -229,12 +259,13 @@ class Chain:
             numbers, wait = link.numbers, link.wait
             if link.executable is not None:
                 try:
+                    self._begin(index)
                     if numbers is not None:
                         numbers.record.begin(stream)
                     link.executable.launch(stream)
                 except ContextPoisonedError:
                     raise
-                except OstinatoError as error:
+                except (NotLaunched, OstinatoError) as error:
                     if index:
                         self.stop(error)
                     raise NotLaunched(str(error)) from error
@@ -249,9 +280,21 @@ class Chain:
             done += bool(wait.line)
         for array, name, value in self.settled:
             setattr(array, name, value)
+        try:
+            self._begin(len(self.links))
+        except NotLaunched as error:
+            if self.links:
+                self.stop(error)
+            raise
         if self.last is not None:
             self.last.record.begin(stream)
         return fresh
+
+    def _begin(self, index: int) -> None:
+        for at, step in self.inside:
+            if at == index:
+                step.begin()
+                self._begun.append(step)
 
     def _read(self, numbers: Numbers, done: int, fresh: list[Any]) -> int:
         """Waits for the numbers of a graph; returns the number of values that the host has seen.
@@ -286,8 +329,11 @@ class Chain:
         written = [*[state[i] for i in self.saved if i < len(state)], *self.outputs]
         saved = [(array, library.clone(array)) for array in written]
         random = library.save_random() if self.draws else None
+        self._begun.clear()
 
         def put_back() -> None:
+            while self._begun:
+                self._begun.pop().back()
             for array, content in saved:
                 library.copy(array, content)
             if random is not None:
@@ -315,6 +361,12 @@ class Chain:
         return [wait.step for wait in self.waits if wait.step is not None]
 
     @property
+    def stepped(self) -> list[Any]:
+        """The objects that replays change in Python."""
+        steps: list[PythonStep | StepInside] = [*self.steps, *[step for _, step in self.inside]]
+        return [*{id(each): each for step in steps for each in step.objects}.values()]
+
+    @property
     def graphs(self) -> list[Graph]:
         """The graphs before the last one."""
         return [link.executable.graph for link in self.links if link.executable is not None]
@@ -329,7 +381,9 @@ class Chain:
         text = f"{graphs} graph{'s' * (graphs > 1)}"
         if waits:
             text += f", waits at {', '.join(waits)}"
-        return text + f", steps of Python at {', '.join(steps)}" * bool(steps)
+        text += f", steps of Python at {', '.join(steps)}" * bool(steps)
+        inside = dict.fromkeys([step.line.partition(": ")[0] for _, step in self.inside])
+        return text + f", numbers of Python for {', '.join(inside)}" * bool(inside)
 
 
 _RETURNED = "returned", "and not compared"
@@ -365,6 +419,11 @@ class ChainBuilder:
         """Returns what the first graph sets for each launch of the whole (`Moves`)."""
         self.last: GraphExec | None = None
         """The executable of the graph after the last wait."""
+        self._inside: list[StepInside] = []
+
+    def stepped(self, step: StepInside) -> None:
+        """Notes a step of an optimiser that is in the capture under way."""
+        self._inside.append(step)
 
     def begun(self, stream: Stream) -> None:
         """Begins the first graph with the copies of the inputs; the library calls it for each
@@ -393,7 +452,8 @@ class ChainBuilder:
     def joined(self, device: Device, room: MemoryRange | None) -> tuple[Chain, GraphExec]:
         """Makes the chain, in which graphs with waits for numbers between them are one, and returns
         it with the executable of its last graph.  `room`: memory that is set at each launch of the
-        whole, for `further`."""
+        whole, for `further`.  Raises ValueError if a step that was captured must be called in
+        Python."""
         draws = self._drawn_together(room)
         links: list[ChainLink] = []
         run: list[ChainLink] = []
@@ -422,7 +482,15 @@ class ChainBuilder:
             empty = Graph.create(device)
             empty.add_empty()
             executable = empty.instantiate()
-        return Chain(links, numbers, constants=self.constants), executable
+        chain = Chain(links, numbers, constants=self.constants)
+        for step in self._inside:
+            try:
+                at = step.found_in([*[link.executable for link in links], executable])
+            except ValueError as error:
+                step.refuse()
+                raise ValueError(f"{step.line} is to be called in Python: {error}") from None
+            chain.inside.append((at, step))
+        return chain, executable
 
     def _drawn_together(self, room: MemoryRange | None) -> list[tuple[Graph, Draws]]:
         """Makes the graphs that draw read in `room` what they draw from, if all graphs can be one;

@@ -59,8 +59,8 @@ class CallEffects(Memory[_Content]):
         chain = captured.chain
         self._places = [] if chain is None else chain.places
         self._replaced = [each for each in attached if each.before is not each.after]
-        stepped = {id(o): o for step in (chain.steps if chain else ()) for o in step.objects}
-        for value in stepped.values():  # what a step changes is no argument of the graphs
+        stepped = [] if chain is None else chain.stepped
+        for value in stepped:  # what a step changes is no argument of the graphs
             StateWatch(value, subject.library).read([], self._written)
         self._kept: HostSnapshot | None = subject.keep(call) if stepped else None
         if self._kept is not None:

@@ -502,9 +502,12 @@ def _replay_chain(
     stream: Stream,
     change: Callable[[GraphExec], object],
 ) -> bool:
-    """Replays a chain of one graph; returns False, with all memory as before, if it was evicted or
-    a number in it is another one."""
-    _, put_back = chain.start(subject.library, state, stream)
+    """Replays a chain of one graph; returns False, with all memory as before, if it was evicted, a
+    number in it is another one, or numbers of a step cannot be set."""
+    try:
+        _, put_back = chain.start(subject.library, state, stream)
+    except NotLaunched:
+        return False
     launched = False
     try:
         launched = subject.cache.replay(name, stream, change)
@@ -659,7 +662,7 @@ def recheck(
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
     chain, replay = captured.chain, subject.cache.replay
-    if chain is not None and chain.last is not None and not chain.places:
+    if chain is not None and (chain.last is not None or chain.inside) and not chain.places:
         replay = functools.partial(_replay_chain, subject, chain, [*call.state])
     if captured.moves is None or (chain is not None and chain.places):
         way = _Way(subject, made.match, line, owned, stream, written, [*call.state])

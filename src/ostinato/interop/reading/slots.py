@@ -296,7 +296,10 @@ class Maker:
             raise type(made.why)(subject.at(str(made.why)))
         nodes = [node for graph in links.graphs for node in graph.nodes()]
         room = None if mover is None else mover.room(len(made.moved))
-        chain, executable = links.joined(library.device, room)
+        try:
+            chain, executable = links.joined(library.device, room)
+        except ValueError as error:
+            raise WaitsForDevice(str(error)) from None
         marks = [object() for _ in chain.places]  # in the result, for values new in each call
         result = made.result
         for place, mark in zip(chain.places, marks, strict=True):

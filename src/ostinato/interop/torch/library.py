@@ -22,6 +22,7 @@ from ostinato.interop.reading.together import Agreement
 from ostinato.interop.torch import recurrent
 from ostinato.interop.torch.adopting import as_tensor
 from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
+from ostinato.interop.torch.counting import countable
 from ostinato.interop.torch.gradients import Capturer, Differentiated, memory_of
 from ostinato.interop.torch.plans import ended, require_room
 from ostinato.interop.torch.ranks import heard, messages
@@ -29,6 +30,7 @@ from ostinato.interop.torch.trees import PLAIN, joiner, parts
 from ostinato.interop.torch.waits import run_chain
 from ostinato.interop.torch.watching import (
     SCRIPTED,
+    CountingWatch,
     ModuleWatch,
     StepWatch,
     WholeWatch,
@@ -321,6 +323,8 @@ class Torch:
         found = stateful(value)
         if found is None:
             return None
+        if found in self._counting:
+            return CountingWatch(found, self)
         return (StepWatch if found in self._steps else WholeWatch)(found, self)
 
     def hooks(self, tensor: torch.Tensor, /) -> list[Any]:
@@ -340,12 +344,21 @@ class Torch:
             return False
         if names:
             self._steps[value] = names
+            if countable(value):
+                self._counting.add(value)
         return bool(names)
 
+    @cached_property
+    def _counting(self) -> weakref.WeakSet[Any]:
+        """The optimisers among these objects whose steps may be in a graph (`counting`)."""
+        return weakref.WeakSet()
+
     @property
-    def step_methods(self) -> list[tuple[Any, str]]:
-        """The objects whose methods replays call, each with the name of a method."""
-        return [(value, name) for value, names in self._steps.items() for name in names]
+    def step_methods(self) -> list[tuple[Any, str, bool]]:
+        """The objects whose methods replays call, each with the name of a method, and True if that
+        may be in a graph instead."""
+        found = self._steps.items()
+        return [(value, name, value in self._counting) for value, names in found for name in names]
 
     @staticmethod
     def signature(tensor: torch.Tensor, /) -> tuple[Hashable, ...]:

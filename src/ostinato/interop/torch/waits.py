@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 import threading
 import types
@@ -61,6 +62,14 @@ from ostinato.interop.torch.capturing import (
     out_of_memory,
     undisturbed,
 )
+from ostinato.interop.torch.counting import (
+    CapturedStep,
+    KernelNumbers,
+    NumberPlace,
+    launched_since,
+    tensors_in,
+    unchecked,
+)
 from ostinato.interop.torch.numbers import (
     ERRORS,
     INDEXING,
@@ -74,6 +83,7 @@ from ostinato.interop.torch.numbers import (
 from ostinato.interop.torch.plans import watch
 from ostinato.interop.torch.watching import stateful
 
+_log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 _leaves: Any = torch.utils._pytree.tree_leaves
 _map: Any = torch.utils._pytree.tree_map
@@ -113,6 +123,13 @@ class Segment(Protocol):
         """True if it cannot hold an operation that raised an error, and another kind of capture
         can."""
 
+    def place(
+        self, before: Hashable, values: Sequence[float], tensors: Sequence[torch.Tensor]
+    ) -> NumberPlace:
+        """Returns the place of numbers in the work since a position, of one operation on tensors.
+        Raises ValueError if they are not found."""
+        ...
+
 
 class Captor(Protocol):
     """The captures of a chain, and what is done outside of them."""
@@ -136,7 +153,8 @@ class Captor(Protocol):
 class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for it
     """Cuts a run into captures.  `known`: kinds of operations that have broken captures before,
     to which others are added.  `device`: the device of the captures.  `steps`: objects, each with
-    the name of a method that is called in Python, between two captures."""
+    the name of a method that is called in Python, between two captures, and True if it may be in a
+    capture (`counting`)."""
 
     supports_higher_order_operators = True
     """Such operators run as work that is no operation of torch."""
@@ -147,10 +165,14 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         parts: ChainBuilder,
         known: set[Kind],
         device: torch.device,
-        steps: Sequence[tuple[Any, str]] = (),
+        steps: Sequence[tuple[Any, str, bool]] = (),
     ) -> None:
         super().__init__()
         self._steps, self._stepping = steps, False
+        self._inner: CapturedStep | None = None
+        """The step of an optimiser that is being captured."""
+        self._inners: list[CapturedStep] = []
+        """All that were captured in this run."""
         self._inside = False
         """True while an operation runs by operations of which only `.item()` waits."""
         self._within = False
@@ -207,6 +229,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             self._constants.clear()
             self._places.clear()
             self._before.clear()
+            self._inners.clear()
             self._done, self._pending = [], []
             self._failure = None  # its frames hold arrays
 
@@ -264,6 +287,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             with suppress(RuntimeError, OstinatoError):
                 segment.abort()
             self._captor.settle("")
+        for inner in self._inners:
+            inner.undo()
         for whole, before in self._before.values():
             whole.copy_(before)
 
@@ -354,10 +379,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
 
         The methods are replaced on the objects: a scheduler does so too, and keeps a class's."""
         before = []
-        for value, name in self._steps:
+        for value, name, counts in self._steps:
             held, method = vars(value), getattr(value, name)
             before.append((held, name, held.get(name)))
-            held[name] = functools.wraps(method)(functools.partial(self._step, value, name, method))
+            step = functools.partial(self._step, value, name, counts, method)
+            held[name] = functools.wraps(method)(step)
         try:
             yield
         finally:
@@ -367,13 +393,20 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                 else:
                     held[name] = method
 
-    def _step(self, value: Any, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self, value: Any, name: str, counts: bool, method: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Calls a method between two captures, and notes the call."""
         given = [*args, *kwargs.values()]
         if self._segment is None or any(map(inspect.isroutine, given)):  # a closure may compute all
             return method(*args, **kwargs)
         line = line_outside_torch()
         self._keep_constants()
+        kind: Any = (type(value), name)
+        if counts and not given and kind not in self._known:
+            inner = self._counted(value, name, method, line)
+            if inner is not None:
+                return self._captured_step(inner, method)
         self._cut()
         if self.why:  # the capture was broken
             return method(*args, **kwargs)
@@ -397,6 +430,36 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._start()
         return None
 
+    def _counted(self, value: Any, name: str, method: Any, line: str) -> CapturedStep | None:
+        """Returns the step of an optimiser as one that can be captured; None if it cannot."""
+        kind: Any = (type(value), name)
+        refuse = functools.partial(self._known.add, kind)
+        try:
+            return CapturedStep(value, method, line, self._is_there, refuse)
+        except Exception as error:  # a step need not run with what a dry run gives it
+            _log.info("%s is called in Python: %s", line, error)
+            refuse()
+            return None
+
+    def _captured_step(self, inner: CapturedStep, method: Any) -> Any:
+        """Calls the step of an optimiser inside of the capture."""
+        self._inners.append(inner)
+        self._inner = inner
+        try:
+            with unchecked(inner.objects[0]):
+                result = method()
+            if not self.why:
+                inner.finished()
+        except Exception as error:
+            if self._failure is not None or out_of_memory(error) or rules.of_capture(error):
+                raise
+            inner.refuse()
+            self._fail(WaitsForDevice(f"{inner.line} is to be called in Python: {error}"))
+        finally:
+            self._inner = None
+        self._parts.stepped(inner)
+        return result
+
     def _run_noted(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs an operation outside of the captures, and notes what it writes."""
         old = {_storage(leaf) for leaf in _leaves((args, kwargs)) if _is_tensor(leaf)}
@@ -413,6 +476,9 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
+        if self._inner is not None and self._inner.of_host(tensors_in((args, kwargs))):
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         if self._segment is None:
             if self._stepping or self.why:
                 return self._run_noted(func, args, kwargs)
@@ -578,6 +644,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             said = str(error).strip().partition("\n")[0]
         else:
             if segment.active():
+                if self._inner is not None:
+                    values, which = self._inner.numbers(func, args, kwargs)
+                    if values:
+                        found = segment.place(self._position, values, tensors_in((args, kwargs)))
+                        self._inner.note(found, which)
                 self._note(func, given, args, kwargs, result)
                 return result
         self._known.add(kind)
@@ -935,6 +1006,14 @@ class _Capture:
     def refused(self, error: Exception) -> bool:
         return False
 
+    def place(
+        self, before: Any, values: Sequence[float], tensors: Sequence[torch.Tensor]
+    ) -> NumberPlace:
+        info, driver = self._stream.capture_info(), self._captures.device.driver
+        nodes = launched_since(driver, before, info.dependencies, driver.graph_edges(info.graph))
+        wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+        return KernelNumbers(nodes, values, wide=wide)
+
 
 class _Own(_Capture):
     """A capture by ostinato, into the pool of torch's allocator (`Captures`)."""
@@ -1042,7 +1121,7 @@ class _Captor:
 
 def run_chain(
     captures: Captures,
-    steps: Sequence[tuple[Any, str]],
+    steps: Sequence[tuple[Any, str, bool]],
     work: Callable[[Stream], Any],
     parts: ChainBuilder,
 ) -> tuple[Any, NotGraphable | None]:

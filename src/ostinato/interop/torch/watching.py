@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -27,7 +26,8 @@ from ostinato.interop.reading.places import (
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.states import StateWatch
 from ostinato.interop.reading.stored import Description, code_text
-from ostinato.interop.reading.trees import is_plain, plain_token
+from ostinato.interop.reading.trees import Itself, is_plain, plain_token
+from ostinato.interop.torch.counting import numbers_of, signs_of, tables_of_hooks
 from ostinato.interop.torch.trees import PLAIN
 
 SCRIPTED = (
@@ -128,14 +128,8 @@ class WholeWatch(StateWatch):
     """The whole of an optimiser, a scheduler or a scaler, with the hooks of `Optimizer.step`."""
 
     def hooks(self) -> Iterator[tuple[str, Any]]:
-        own, every = vars(self.object), vars(sys.modules[torch.optim.Optimizer.__module__])
-        for when in ("pre", "post"):
-            for held in (
-                own.get(f"_optimizer_step_{when}_hooks"),
-                every.get(f"_global_optimizer_{when}_hooks"),
-            ):
-                if held is not None:
-                    yield "hooks", held
+        for held in tables_of_hooks(self.object):
+            yield "hooks", held
 
 
 class StepWatch(StateWatch):
@@ -181,6 +175,71 @@ class StepWatch(StateWatch):
 
 _SCALES = "_scale", "_growth_tracker"
 """The tensors of a scaler."""
+
+
+def arrays_beside(parameter: torch.Tensor, held: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of a dict that are on the device of a parameter, but the count of an
+    optimiser's steps.  With others no graph holds its step."""
+    found = {k: v for k, v in held.items() if isinstance(v, torch.Tensor) and k != "step"}
+    return {k: v for k, v in found.items() if v.device == parameter.device}
+
+
+def _token(value: Any) -> Hashable:
+    return plain_token(value) if is_plain(value, PLAIN) else Itself(value)
+
+
+class CountingWatch(WholeWatch):
+    """An optimiser whose step may be in a graph (`counting`): all but the count of its steps; of
+    its numbers the signs."""
+
+    def _parts(self) -> tuple[list[Hashable], list[Any], list[dict[str, Any]]]:
+        """Returns the tokens, the arrays, and what is in each group but numbers."""
+        kind: Any = type(self.object)
+        tokens: list[Hashable] = [kind]
+        arrays: list[Any] = []
+        settings = []
+        for group in self.object.param_groups:
+            numbers = numbers_of(group)
+            rest = {k: v for k, v in group.items() if k not in numbers and k != "params"}
+            settings.append(rest)
+            tokens += [signs_of(group), tuple([(k, _token(v)) for k, v in rest.items()])]
+            tokens.append(len(group["params"]))
+            arrays += group["params"]
+        for parameter, state in self.object.state.items():
+            tokens.append((*state,))
+            arrays += arrays_beside(parameter, state).values()
+        return tokens, arrays, settings
+
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        found, read, _ = self._parts()
+        tokens.append((CountingWatch, len(read), *found))
+        arrays += read
+
+    def names(self) -> list[str]:
+        return []
+
+    def others(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def holders(self) -> Iterable[Any]:
+        self._find()
+        return super().holders()
+
+    def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
+        self.read(tokens, arrays)
+        held = vars(self.object)
+        checks.kind(self.object)
+        checks.some_items(held, {name: held[name] for name in ("param_groups", "state")})
+        groups, state = held["param_groups"], held["state"]
+        checks.sequence(groups, [*groups])
+        for group, rest in zip(groups, self._parts()[2], strict=True):
+            checks.some_items(group, {**rest, "params": group["params"]})
+            checks.reads(group, signs_of)
+            checks.sequence(group["params"], [*group["params"]])
+        checks.items(state, [*state.values()])
+        for parameter, each in state.items():
+            checks.size(each, len(each))
+            checks.some_items(each, arrays_beside(parameter, each))
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
