@@ -3,11 +3,16 @@
     rank 0     Decoder(…, group=group, leads=True)     used as any decoder, by a server, say
     others     Decoder(…, group=group).follow()        returns once rank 0 closes its decoder
 
-Each call is one exchange of the group: rank 0 brings the call, and every rank the result of the
-call before it.  So ranks whose tokens, errors or notes of calls differ raise at the next call.
+Each call that launches a step is one exchange of the group: rank 0 brings the call, and those since
+the exchange before it that launch none; every rank brings the results of the calls of the exchange
+before.  So ranks whose tokens, errors or notes of calls differ raise at the next exchange.
 Rank 0 does not wait for the exchange, but begins with the call at once; it looks at the exchange
-before its next call, so at most one call later than the others.  Between two calls the ranks that
+before its next one, so at most one later than the others.  Between two exchanges the ranks that
 follow wait without a deadline; a rank that dies, is silent or leaves still ends the group.
+
+An exchange takes rank 0's process about as long as it takes to handle the tokens of a step of 32
+rows (each change of its threads waits for the interpreter's lock), so a program with much to do
+for each token takes several items of a run with each call (`Run.take`).
 
 What crosses is the decoder's own API: methods that change state or run a step, and the next tokens
 of a run.  What only reads the host's state (`tokens`, `stopped`, `statistics`) does not cross, and
@@ -46,9 +51,18 @@ from ostinato.models.stepper import TokenMasks
 T = TypeVar("T")
 
 _LABEL = "the next call of the decoder that leads"
-_END, _NEXT = "Decoder.close", "Run.__next__"
+_END, _TAKE = "Decoder.close", "Run.take"
 _LOCAL = (_END, "Decoder.graph")
-_SHARED = (InputError, LogitsError, StopIteration)
+_LATER = {
+    f"Decoder.{name}"
+    for name in (
+        *("set_sampling", "set_stop_tokens", "reset", "truncate", "keep_common", "copy_prefix"),
+        *("run", "run_batch"),
+    )
+}
+"""Calls that launch no step, so that no other rank can wait for them on its device."""
+_MOST_LATER = 256
+_SHARED = (InputError, LogitsError)
 
 
 class _Side:
@@ -57,18 +71,25 @@ class _Side:
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.group
         self._ranks = ranks
+        self._results: list[str] = []
         self._result = ""
+        """The results of the calls of the latest exchange."""
         ranks.led = True
 
-    def bring(self, call: str = "") -> Callable[[], str]:
-        """Brings rank 0's call, or on another rank none, and returns a function that waits for the
-        others and returns the call; it raises GroupError, also if earlier results differ.  A rank
-        without a call waits without a deadline."""
-        mine = {"call": call, "result": f"{self._result}, after calls {self._ranks.digest}"}
-        wait = self.group.begin_exchange(_LABEL, json.dumps(mine).encode(), endless=not call)
+    def bring(self, calls: Sequence[str] = ()) -> Callable[[], list[str]]:
+        """Brings rank 0's calls, or on another rank none, and returns a function that waits for the
+        others and returns the calls; it raises GroupError, also if earlier results differ.  A rank
+        without calls waits without a deadline."""
+        mine = {"calls": calls, "result": self._result}
+        wait = self.group.begin_exchange(_LABEL, json.dumps(mine).encode(), endless=not calls)
         return lambda: self._compared(wait())
 
-    def _compared(self, parts: Sequence[bytes]) -> str:
+    def done(self) -> None:
+        """Notes that all calls of an exchange are made."""
+        self._result = f"{', '.join(self._results)}, after calls {self._ranks.digest}"
+        self._results.clear()
+
+    def _compared(self, parts: Sequence[bytes]) -> list[str]:
         first, *others = map(json.loads, parts)
         for rank, other in enumerate(others, 1):
             if other["result"] != first["result"]:
@@ -79,7 +100,7 @@ class _Side:
                 )
                 self.group.fail(error)
                 raise error
-        return str(first["call"])
+        return list(first["calls"])
 
     def do(self, work: Callable[[], T]) -> T:
         """Returns `work()`, and keeps its result for the comparison.  An error that the other ranks
@@ -87,12 +108,12 @@ class _Side:
         try:
             result = work()
         except _SHARED as error:
-            self._result = f"{type(error).__name__} ({error})"
+            self._results.append(f"{type(error).__name__} ({error})")
             raise
         except BaseException as error:
             self.group.fail(error)
             raise
-        self._result = repr(result)
+        self._results.append(repr(result))
         return result
 
 
@@ -101,8 +122,10 @@ class Lead(_Side):
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
-        self._before: Callable[[], str] = str
-        """Waits for the exchange of the call before."""
+        self._before: Callable[[], object] = str
+        """Waits for the exchange before."""
+        self._calls: list[str] = []
+        """The calls that the other ranks do not have yet."""
 
     def call(
         self,
@@ -111,30 +134,41 @@ class Lead(_Side):
         args: tuple[object, ...],
         options: dict[str, Any],
     ) -> T:
-        """Calls `method` after it has told the other ranks to do the same.
+        """Calls `method`, after it has told the other ranks to do the same if the call launches a
+        step; else they do it with the next one that does.
 
         Ctrl-C waits for the end of the call, which all ranks make whole.  Raises GroupError, the
         errors of `method`, and InputError for arguments that cannot be sent.
         """
         if name in _LOCAL:
             return method(*args, **options)
-        here = {"progress": options.pop("progress")} if "progress" in options else {}
+        here = {name: options.pop(name) for name in ("progress", "each") if name in options}
         if options.get("masks") is not None:
             here["masks"] = options["masks"]  # the others get its words as they are made
         told = json.dumps([name, _sendable(args), _sendable(options)])
         _, args, options = _read(told)  # the very values that the others get
+        work = partial(method, *args, **(options | here))
         with uninterrupted:
-            self._tell(told)
-            return self.do(partial(method, *args, **(options | here)))
+            self.group.check()
+            self._calls.append(told)
+            if name in _LATER and len(self._calls) < _MOST_LATER:
+                return self.do(work)
+            self._tell()
+            try:
+                return self.do(work)
+            finally:
+                self.done()
 
-    def _tell(self, call: str) -> None:
+    def _tell(self) -> None:
         self._before()
-        self._before = self.bring(call)
+        calls, self._calls = self._calls, []
+        self._before = self.bring(calls)
 
     def end(self) -> None:
         """Ends `follow` on the other ranks, unless the group has ended."""
         with suppress(GroupError, ClosedError):
-            self._tell(json.dumps([_END, [], {}]))
+            self._calls.append(json.dumps([_END, [], {}]))
+            self._tell()
             self._before()
 
 
@@ -145,12 +179,15 @@ def follow(decoder: object, ranks: Ranks) -> None:
     """
     side = _Side(ranks)
     run: Run[Any] | None = None
-    while (told := _read(side.bring()()))[0] != _END:
-        name, args, options = told
-        method = run.repeat if run is not None and name == _NEXT else _method(decoder, name)
-        with suppress(*_SHARED):
-            result = side.do(partial(method, *args, **options))
-            run = result if isinstance(result, Run) else run
+    while True:
+        for name, args, options in map(_read, side.bring()()):
+            if name == _END:
+                return
+            method = run.repeat if run is not None and name == _TAKE else _method(decoder, name)
+            with suppress(*_SHARED):
+                result = side.do(partial(method, *args, **options))
+                run = result if isinstance(result, Run) else run
+        side.done()
 
 
 def _method(decoder: object, name: str) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Generic, Self, TypeVar
 
 from ostinato.driver.closeable import Closeable
@@ -147,24 +148,75 @@ class Run(Closeable, Generic[T]):
                 f"the run was ended by {self._ended_by}, and what was computed ahead is dropped; "
                 "begin another"
             )
+        if self._calls.lead is not None:
+            for item in self._some(1):
+                return item
+            raise StopIteration
         calls, name = self._calls, "Run.__next__"  # `alone`, written out
         if calls.lock.locked():
             raise calls.overlap(name)
         with calls.lock:
             calls.name = name
             try:
-                if calls.lead is not None and not self._over:
-                    return calls.lead.call(name, self.repeat, (self._left,), {})
                 return next(self._work)
             except BaseException:  # StopIteration too
                 self._over = True
                 raise
 
-    def repeat(self, left: int | None) -> T:
-        """Returns the next tokens of a run that gives `left` more: `__next__` of a rank that
-        follows another (`models.leading`)."""
+    def take(self, count: int, each: Callable[[T], object]) -> int:
+        """Calls `each` with every one of the next `count` items, as soon as it is there; returns
+        their number, which is less once the run has ended.
+
+        Of several ranks of which one leads, these are one call, so that the ranks exchange less
+        (`models.leading`).  `each` must not change the decoder or the run.  Its first exception is
+        raised once all of these items are taken, and the rest of them is dropped.  Raises the
+        errors of `__next__`.
+        """
+        if self._ended_by is not None:
+            next(self)
+        failed: list[BaseException] = []
+
+        def give(item: T) -> None:
+            if not failed:
+                try:
+                    each(item)
+                except BaseException as error:
+                    failed.append(error)
+
+        found = self._some(count, give)
+        if failed:
+            raise failed[0]
+        return len(found)
+
+    def _some(self, count: int, each: Callable[[T], object] = lambda item: None) -> list[T]:
+        calls, name = self._calls, "Run.take"
+        if calls.lock.locked():
+            raise calls.overlap(name)
+        with calls.lock:
+            calls.name = name
+            try:
+                if calls.lead is None or self._over:
+                    found = self.repeat(self._left, count, each)
+                else:
+                    given = (self._left, count)
+                    found = calls.lead.call(name, self.repeat, given, {"each": each})
+            except BaseException:
+                self._over = True
+                raise
+            self._over = self._over or len(found) < count
+            return found
+
+    def repeat(
+        self, left: int | None, count: int, each: Callable[[T], object] = lambda item: None
+    ) -> list[T]:
+        """Returns the next `count` items of a run that gives `left` more, fewer at its end: `take`
+        of a rank that follows another (`models.leading`)."""
         self._left = left
-        return next(self._work)
+        found = []
+        for item in islice(self._work, count):
+            each(item)
+            found.append(item)
+        return found
 
     @abstractmethod
     def _item(self, sequences: list[Sequence], chosen: list[int]) -> T:

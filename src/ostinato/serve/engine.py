@@ -48,6 +48,9 @@ _GATHER_SECONDS = 0.02
 thousand steps a second, a message for each token costs more than the token."""
 _LOOK_SECONDS = 0.01
 """Interval at which deadlines are checked while tokens are generated."""
+_RANKS_STEPS = 8
+"""Steps that several ranks run between two exchanges of theirs, which take as long as a step's
+tokens (`models.leading`).  A request that comes or ends waits for the rest of them."""
 
 
 class End(StrEnum):
@@ -224,6 +227,7 @@ class ServingEngine(Closeable):
         self._piece = min(piece, sizes.rows)
         # No step has more rows than those of the warm-up.
         self._step_rows = min(sizes.sampled_rows, self._piece, sizes.context)
+        self._steps_a_call = _RANKS_STEPS if self._decoder.ranks > 1 else 1
         self._seconds = seconds
         self._post = post
         self._over = over
@@ -611,33 +615,43 @@ class ServingEngine(Closeable):
             ahead=0 if single else None,
             masks=masks,
         )
-        size = self._size(action.slots)
+        size, most = self._size(action.slots), 1 if single else self._steps_a_call
         look, finished, within = 0.0, False, False
+
+        def take(item: Mapping[int, int]) -> None:
+            nonlocal look, finished, within
+            now = time.monotonic()
+            with self._lock:
+                if not within:
+                    self._counts["steps"] += 1
+                    self._counts["step_rows"] += len(item)
+                    self._scheduler.stepped()
+                within = run.within_step
+                self._took(item)
+                if now >= look:
+                    look = now + _LOOK_SECONDS
+                    self._end_late(now)
+                self._answer_questions()
+                if not finished:
+                    ahead = self._scheduler.next()
+                    finished = not (
+                        isinstance(ahead, Decode)
+                        and not ahead.single
+                        and self._size(ahead.slots) == size
+                        and self._needing(ahead.slots) == needing
+                    )
+            self._flush()
+
         with run:
-            for item in run:
-                now = time.monotonic()
-                with self._lock:
-                    if not within:
-                        self._counts["steps"] += 1
-                        self._counts["step_rows"] += len(item)
-                        self._scheduler.stepped()
-                    within = run.within_step
-                    self._took(item)
-                    if now >= look:
-                        look = now + _LOOK_SECONDS
-                        self._end_late(now)
-                    self._answer_questions()
-                    if not finished:
-                        ahead = self._scheduler.next()
-                        finished = not (
-                            isinstance(ahead, Decode)
-                            and not ahead.single
-                            and self._size(ahead.slots) == size
-                            and self._needing(ahead.slots) == needing
-                        )
-                        if finished:
-                            run.finish()
-                self._flush()
+            if most == 1:
+                for item in run:
+                    take(item)
+                    if finished:
+                        run.finish()
+                return
+            while run.take(most, take) == most:
+                if finished:
+                    run.finish()
 
     def _size(self, slots: Sequence[int]) -> tuple[int, int]:
         """Returns the rows of a step of these slots, and of those of them that draft."""
