@@ -78,6 +78,11 @@ def everything(decoder: Decoder) -> list[Any]:
     with decoder.run(1) as closed:
         found.append(next(closed))
     found += [next(closed, None), decoder.decode_batch((1, 0))]
+    taken: list[dict[int, int]] = []
+    run = decoder.run_batch([0, 1])
+    found += [run.take(3, taken.append), next(run), taken]
+    run.finish()
+    found += [run.take(9, taken.append), run.take(1, taken.append)]
     found += [list(decoder.run(0, count=8, tokens_per_launch=4)), decoder.logits().argmax()]
     decoder.extend(MODEL.tokens(3), 2)
     decoder.copy_prefix(4, 0, 2)
@@ -183,6 +188,41 @@ def test_an_error_of_rank_0_alone_ends_the_others() -> None:
         found = outcomes(groups, leading(work))
     for one in found:
         assert type(one) is RankLostError and str(one) == "rank 0 raised MemoryError: no room"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_error_between_items_is_raised_once_all_ranks_have_taken_them(size: int) -> None:
+    """No rank waits for another, and the run goes on behind these items."""
+
+    def work(decoder: Decoder) -> list[Any]:
+        seen: list[int] = []
+
+        def each(token: int) -> None:
+            seen.append(token)
+            if len(seen) == 2:
+                raise MemoryError("no room")
+
+        decoder.prefill(MODEL.tokens(5))
+        run = decoder.run()
+        with pytest.raises(MemoryError, match="no room"):
+            run.take(5, each)
+        seen.append(next(run))
+        decoder.reset(1)
+        with pytest.raises(ClosedError):
+            run.take(1, each)
+        return [seen, decoder.decode(), decoder.tokens()]
+
+    def one_by_one(decoder: Decoder) -> list[Any]:
+        decoder.prefill(MODEL.tokens(5))
+        seen = [decoder.decode() for _ in range(6)]
+        return [[*seen[:2], seen[5]], decoder.decode(), decoder.tokens()]
+
+    wanted = leading(one_by_one)(None)
+    if size == 1:
+        assert leading(work)(None) == wanted
+        return
+    with local_groups(size, deadline=60) as groups:
+        assert groups.run(leading(work))[0] == wanted
 
 
 def another_result(decoder: Decoder) -> None:

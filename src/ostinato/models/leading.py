@@ -142,7 +142,9 @@ class Lead(_Side):
         """
         if name in _LOCAL:
             return method(*args, **options)
-        here = {name: options.pop(name) for name in ("progress", "each") if name in options}
+        here: dict[str, Any] = {
+            own: options.pop(own) for own in ("progress", "each") if own in options
+        }
         if options.get("masks") is not None:
             here["masks"] = options["masks"]  # the others get its words as they are made
         told = json.dumps([name, _sendable(args), _sendable(options)])

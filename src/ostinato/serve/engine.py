@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
+from operator import attrgetter
 from types import TracebackType
 from typing import Self
 
@@ -111,16 +113,19 @@ class Update:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
     def __add__(self, other: Update) -> Update:
-        return Update(
-            self.text + other.text,
-            self.tokens + other.tokens,
-            max(self.cached, other.cached),
-            self.end or other.end,
-            self.words or other.words,
-            self.logprobs + other.logprobs,
+        return Update.of((self, other))
+
+    @classmethod
+    def of(cls, some: Iterable[Update]) -> Update:
+        """Returns one update for several that follow each other, of which one can have an end."""
+        texts, tokens, cached, ends, words, logprobs = zip(*map(_fields, some), strict=True)
+        end, said = (next(filter(None, given), None) for given in (ends, words))
+        return cls(
+            "".join(texts), sum(tokens), max(cached), end, said or "", tuple(chain(*logprobs))
         )
 
 
+_fields = attrgetter("text", "tokens", "cached", "end", "words", "logprobs")
 Listener = Callable[[Update], object]
 
 
@@ -242,7 +247,7 @@ class ServingEngine(Closeable):
         self._refused: Counter[Rejection] = Counter()
         self._ended_by: Counter[End] = Counter()
         self._questions: deque[Future[EngineStatistics]] = deque()
-        self._updates: dict[int, tuple[Listener, Update]] = {}
+        self._updates: dict[int, tuple[Listener, list[Update]]] = {}
         self._urgent: set[int] = set()
         self._all_sent = 0.0
         self._thread = threading.Thread(target=self._work, name="ostinato engine", daemon=True)
@@ -616,10 +621,10 @@ class ServingEngine(Closeable):
             masks=masks,
         )
         size, most = self._size(action.slots), 1 if single else self._steps_a_call
-        look, finished, within = 0.0, False, False
+        look, within = 0.0, False
 
         def take(item: Mapping[int, int]) -> None:
-            nonlocal look, finished, within
+            nonlocal look, within
             now = time.monotonic()
             with self._lock:
                 if not within:
@@ -632,26 +637,27 @@ class ServingEngine(Closeable):
                     look = now + _LOOK_SECONDS
                     self._end_late(now)
                 self._answer_questions()
-                if not finished:
-                    ahead = self._scheduler.next()
-                    finished = not (
-                        isinstance(ahead, Decode)
-                        and not ahead.single
-                        and self._size(ahead.slots) == size
-                        and self._needing(ahead.slots) == needing
-                    )
             self._flush()
+
+        def finish_unless_alike() -> None:
+            with self._lock:
+                ahead = self._scheduler.next()
+                if not (
+                    isinstance(ahead, Decode)
+                    and not ahead.single
+                    and self._size(ahead.slots) == size
+                    and self._needing(ahead.slots) == needing
+                ):
+                    run.finish()
 
         with run:
             if most == 1:
                 for item in run:
                     take(item)
-                    if finished:
-                        run.finish()
+                    finish_unless_alike()
                 return
             while run.take(most, take) == most:
-                if finished:
-                    run.finish()
+                finish_unless_alike()
 
     def _size(self, slots: Sequence[int]) -> tuple[int, int]:
         """Returns the rows of a step of these slots, and of those of them that draft."""
@@ -702,8 +708,7 @@ class ServingEngine(Closeable):
                 self._end(number, end)
 
     def _note(self, number: int, entry: _Entry, update: Update, *, urgent: bool) -> None:
-        _, before = self._updates.get(number, (None, Update()))
-        self._updates[number] = entry.listener, before + update
+        self._updates.setdefault(number, (entry.listener, []))[1].append(update)
         if urgent:
             self._urgent.add(number)
 
@@ -718,13 +723,13 @@ class ServingEngine(Closeable):
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
         timing = Timing(placed, first, time.monotonic() - began, entry.tokens)
         self._note(number, entry, Update(cached=entry.cached, end=end, words=words), urgent=True)
-        listener, update = self._updates[number]
+        listener, updates = self._updates[number]
 
         def last(update: Update) -> None:
             listener(update)
             self._over(timing)
 
-        self._updates[number] = last, update
+        self._updates[number] = last, updates
 
     def _end_late(self, now: float) -> None:
         for number in self._scheduler.expired(now):
@@ -774,9 +779,9 @@ class ServingEngine(Closeable):
             return
 
         def deliver() -> None:
-            for listener, update in gathered:
+            for listener, updates in gathered:
                 try:
-                    listener(update)
+                    listener(Update.of(updates))
                 except Exception:  # an error of one listener must not keep updates from the others
                     _log.exception("an update of an answer was not taken")
 
