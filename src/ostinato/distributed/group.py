@@ -166,10 +166,20 @@ class Group(Closeable):
         digests = self.exchange(label, hashlib.blake2b(text, digest_size=32).digest())
         if len(set(digests)) == 1:
             return
-        told = self.exchange(f"{label}: differences", text)
-        error = DisagreementError(_difference(label, told), rank=self.rank)
-        self.fail(error)
-        raise error
+        self._compare(label, self.exchange(f"{label}: differences", text))
+
+    def begin_agreement(self, label: str, lines: Sequence[str]) -> Callable[[], None]:
+        """Sends the lines of an `agree`, and returns a function, to be called once, that waits for
+        the others' and compares them; meant for few lines."""
+        text = "\n".join(lines).encode("utf-8", "surrogatepass")
+        wait = self.begin_exchange(label, text)
+        return lambda: self._compare(label, wait())
+
+    def _compare(self, label: str, told: Sequence[bytes]) -> None:
+        if len(set(told)) > 1:
+            error = DisagreementError(_difference(label, told), rank=self.rank)
+            self.fail(error)
+            raise error
 
     # --- waits on the device
     @contextmanager

@@ -701,7 +701,7 @@ class Decoder(Closeable):
         self._begin(what)
         state = self.device_state
         told = f"{what} of {[one.index for one in ready]}: {options}, device_state {state}"
-        self._agree(told + _of_masks(masks))
+        self._agree(told + _of_masks(masks), steps=False)
         drafts = max(self._stepper.room(ready, masks)) > 1
         if self._ranks is not None and (masks is not None or self._steps.whole_logits):
             drafts = False  # other rows than plain ones need all ranks' logits, which are not there
@@ -748,7 +748,7 @@ class Decoder(Closeable):
         logits = self.plan.buffers["logits"][one.index]
         if self._ranks is None:
             return logits.to_numpy(self.stream)
-        self._agree("logits")
+        self._agree("logits", steps=False)
         for operation in self._gather:
             self.stream.submit(operation)
         with self._ranks.group.watching("all ranks' logits"):
@@ -781,11 +781,14 @@ class Decoder(Closeable):
         if self._ranks is not None:
             self._ranks.note(call, again=True)
 
-    def _agree(self, call: str, *, again: bool = True) -> None:
-        """Notes a call, and checks that all ranks have made the same calls."""
+    def _agree(self, call: str, *, again: bool = True, steps: bool = True) -> None:
+        """Notes a call, and compares the calls of all ranks; if the call `steps`, while its step is
+        under way."""
         if self._ranks is not None:
             self._ranks.note(call, again=again)
             self._ranks.agree_calls()
+            if not steps:
+                self._ranks.agreed()
 
     def _end_run(self, by: str) -> None:
         run, self._run = self._run, None

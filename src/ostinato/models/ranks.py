@@ -6,9 +6,11 @@ a hang or wrong tokens:
 
     the model, settings, the library's code  when a decoder is made
     each graph, before its first replay      nodes, shapes, order of collectives, machine code
-    the caller's calls                       before a step that follows anything but the same step
+    the caller's calls                       at a step that follows anything but the same step
 
-A plain loop of `decode` compares nothing.
+A plain loop of `decode` compares nothing.  A step that is replayed is launched while its call is
+compared: steps of ranks whose calls differ wait for each other on the devices until then, which
+the failure of the group ends.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class Ranks:
         self._calls: deque[str] = deque(maxlen=_TOLD)
         self._chain = hashlib.blake2b(digest_size=16)
         self._compared = True
+        self._agreeing: Callable[[], None] | None = None
         self._masks = group.new_lane("masks")
         self.led = False
         """True if rank 0 leads: each of its calls compares those before (`models.leading`)."""
@@ -146,6 +149,7 @@ class Ranks:
     ) -> None:
         """Fills the words of the sequences in `span`: by `fill` on rank 0, with rank 0's words on
         the others.  Raises what `fill` raises, InputError on the other ranks, GroupError."""
+        self.agreed()
         group, made = self.group, b""
         try:
             if group.rank == 0:
@@ -188,6 +192,7 @@ class Ranks:
         others.  A graph made again is compared with the agreed digest, without communication.
         Raises the errors of `make`, DisagreementError on all ranks, GroupError.
         """
+        self.agreed()
         lines = [f"ostinato {__version__}", *code]
         try:
             executable = make()
@@ -237,12 +242,26 @@ class Ranks:
         return self._chain.hexdigest()
 
     def agree_calls(self) -> None:
-        """Compares the calls of all ranks if any were noted since the last comparison.
-        Raises DisagreementError on all ranks, GroupError."""
+        """Begins to compare the calls of all ranks if any were noted since the last comparison;
+        `agreed` waits for the result.  Raises GroupError."""
         if not self._compared and not self.led:
+            self.agreed()
             lines = [*self._calls, f"all calls so far: {self.digest}"]
-            self.group.agree("calls of the decoder", lines)
+            self._agreeing = self.group.begin_agreement("calls of the decoder", lines)
             self._compared = True
+
+    def agreed(self) -> None:
+        """Returns once all ranks have compared their calls.  Raises DisagreementError on all ranks,
+        GroupError."""
+        wait, self._agreeing = self._agreeing, None
+        if wait is not None:
+            wait()
+
+    def check(self) -> None:
+        """Raises GroupError if the group has failed: for the ranks' calls, if these differ."""
+        if self.group.failure is not None:
+            self.agreed()
+        self.group.check()
 
 
 @functools.cache

@@ -196,7 +196,7 @@ class StepGraphs:
     def _check(self) -> None:
         """Raises GroupError if the decoder's group has failed."""
         if self._ranks is not None:
-            self._ranks.group.check()
+            self._ranks.check()
 
     def _submit(self, name: str, stream: Stream, sizes: Sizes) -> None:
         self._check()

@@ -201,6 +201,8 @@ class Stepper:
                 if progress is not None:
                     progress(stop, len(tokens))
                 start = stop
+            if self._ranks is not None:
+                self._ranks.agreed()
         return chosen
 
     def prompts(
@@ -410,6 +412,7 @@ class Stepper:
         if self._ranks is None:
             self.ring.wait(sequences, steps, last=last)
             return
+        self._ranks.agreed()
         one = sequences[0]
         what = f"the token of sequence {one.index} for position {one.length + steps[0]}"
         with self._ranks.group.watching(what):
