@@ -50,9 +50,10 @@ _GATHER_SECONDS = 0.02
 thousand steps a second, a message for each token costs more than the token."""
 _LOOK_SECONDS = 0.01
 """Interval at which deadlines are checked while tokens are generated."""
-_RANKS_STEPS = 8
-"""Steps that several ranks run between two exchanges of theirs, which take as long as a step's
-tokens (`models.leading`).  A request that comes or ends waits for the rest of them."""
+_RANKS_STEPS, _RANKS_SECONDS = 8, 0.01
+"""The most steps that several ranks run between two exchanges of theirs, which cost as much as the
+tokens of a step (`models.leading`), and about how long they may take: a request that comes or ends
+waits for the rest of them."""
 
 
 class End(StrEnum):
@@ -232,7 +233,7 @@ class ServingEngine(Closeable):
         self._piece = min(piece, sizes.rows)
         # No step has more rows than those of the warm-up.
         self._step_rows = min(sizes.sampled_rows, self._piece, sizes.context)
-        self._steps_a_call = _RANKS_STEPS if self._decoder.ranks > 1 else 1
+        self._steps_a_call = 1
         self._seconds = seconds
         self._post = post
         self._over = over
@@ -620,7 +621,7 @@ class ServingEngine(Closeable):
             ahead=0 if single else None,
             masks=masks,
         )
-        size, most = self._size(action.slots), 1 if single else self._steps_a_call
+        size = self._size(action.slots)
         look, within = 0.0, False
 
         def take(item: Mapping[int, int]) -> None:
@@ -651,13 +652,17 @@ class ServingEngine(Closeable):
                     run.finish()
 
         with run:
-            if most == 1:
+            if single or self._decoder.ranks == 1:
                 for item in run:
                     take(item)
                     finish_unless_alike()
                 return
-            while run.take(most, take) == most:
+            begin = time.monotonic()
+            while run.take(self._steps_a_call, take) == self._steps_a_call:
                 finish_unless_alike()
+                begin, before = time.monotonic(), begin
+                fitting = int(_RANKS_SECONDS * self._steps_a_call / (begin - before + 1e-9))
+                self._steps_a_call = max(1, min(_RANKS_STEPS, fitting))
 
     def _size(self, slots: Sequence[int]) -> tuple[int, int]:
         """Returns the rows of a step of these slots, and of those of them that draft."""
