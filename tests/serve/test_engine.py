@@ -453,6 +453,7 @@ def test_pieces_are_gathered_where_steps_are_fast(
     generator.decoder.set_stop_tokens(())
     one = job(generator, "ab", 60, seed=4, **HOT)
     wanted = alone(generator, one)
+    monkeypatch.setattr(engine_module, "_GATHER_EACH", 0.0)
     for seconds, most in ((1e9, 2), (0.0, 60)):
         monkeypatch.setattr(engine_module, "_GATHER_SECONDS", seconds)
         with ServingEngine(generator).start() as engine:

@@ -127,12 +127,12 @@ class AnswerText:
     def __repr__(self) -> str:
         return f"<AnswerText: {self._stops!r}>"
 
-    def push(self, token: int, *, last: bool = False) -> tuple[str, bool]:
-        """Adds a token; returns the text that is final now, and True if a stop text ended it.
+    def push(self, *tokens: int, last: bool = False) -> tuple[str, bool]:
+        """Adds tokens; returns the text that is final now, and True if a stop text ended it.
 
         `last`: no token follows, so no text is held back.  Raises InputError for an unknown token.
         """
-        piece = self._out.push(token)
+        piece = self._out.push(*tokens)
         if last:
             piece += self._out.finish()
         piece, stopped = self._stops.push(piece)

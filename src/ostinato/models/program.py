@@ -125,6 +125,8 @@ the product and this sum."""
 
 CARRYING_SUM = "residual_of_ranks"
 """The kernel of a sum over all ranks that also writes the next product's inputs."""
+BEST_OVER_RANKS = "best_over_ranks"
+"""The kernel that does `best_of_part` and `best_of_ranks`, and gathers the ranks' keys itself."""
 
 _LIVE = "live: *const i32, "
 _HEADS = "heads: u32, kv_heads: u32, head_size: u32, "

@@ -118,7 +118,8 @@ class Ranks:
         elif carried:
             exchanged = self.collectives.exchanged_sum(rows * self.sharding.whole.hidden)
         if by_products and self.collectives.sums(rows * self.sharding.whole.hidden) is not None:
-            program = exchanging_products(program, self.sharding)
+            keys = self.collectives.exchanged_sum(2 * rows)
+            program = exchanging_products(program, self.sharding, keys)
         elif exchanged is not None:
             program = carrying_sums(program, self.sharding, exchanged, shared=shared)
         return tuple(

@@ -43,6 +43,7 @@ from ostinato.models.files.checkpoint import Checkpoint, RawTensor, StoredCheckp
 from ostinato.models.files.dequantise import BLOCK_TYPES
 from ostinato.models.program import (
     ABSENT,
+    BEST_OVER_RANKS,
     CARRYING_SUM,
     OF_RANKS,
     SHARED_PARTIAL,
@@ -322,12 +323,19 @@ def shard_program(
 
 
 def exchanging_products(
-    program: Sequence[KernelCall], sharding: Sharding
+    program: Sequence[KernelCall], sharding: Sharding, exchanged: ExchangedSum | None = None
 ) -> tuple[KernelCall, ...]:
     """Returns a rank's program in which each product followed by an `accumulate` is replaced by one
-    kernel that computes the product and its sum over all ranks."""
+    kernel that computes the product and its sum over all ranks, and so is the choice of the ranks'
+    best logit, as `exchanged` says."""
     calls: list[KernelCall] = []
     for call in program:
+        last = [one.kernel for one in calls[-2:]]  # others in a step that drafts
+        if exchanged and (*last, call.kernel) == ("best_of_part", "all_gather", "best_of_ranks"):
+            *calls, part, _ = calls
+            given = dict(part.arguments) | dict(call.arguments) | _exchange(sharding, exchanged)
+            calls.append(kernel_call(BEST_OVER_RANKS, **given))
+            continue
         if call.kernel != "accumulate":
             calls.append(call)
             continue
@@ -363,20 +371,27 @@ def carrying_sums(
                 x=given["target"],
                 partial=partial,
                 norm=dict(after.arguments)["norm"] if after is not None and normed else ABSENT,
-                windows=BufferArgument("windows"),
                 half=int(product.kernel == "down_residual"),
                 row_count=of["row_count"],
                 hidden=of["hidden"],
-                rank=sharding.rank,
-                ranks=sharding.size,
-                words=exchanged.words,
-                header=exchanged.header,
-                blocks=exchanged.blocks,
-                scattered=int(exchanged.scattered),
                 grid=exchanged.grid,
+                **_exchange(sharding, exchanged),
             )
         calls.append(call)
     return tuple(calls)
+
+
+def _exchange(sharding: Sharding, exchanged: ExchangedSum) -> dict[str, CallArgument]:
+    """Returns the arguments of a kernel that exchanges words through the ranks' windows."""
+    return {
+        "windows": BufferArgument("windows"),
+        "rank": sharding.rank,
+        "ranks": sharding.size,
+        "words": exchanged.words,
+        "header": exchanged.header,
+        "blocks": exchanged.blocks,
+        "scattered": int(exchanged.scattered),
+    }
 
 
 def shard_buffers(

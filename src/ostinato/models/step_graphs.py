@@ -230,29 +230,25 @@ class StepGraphs:
     def _make(self, rows: int) -> dict[str, tuple[Operation, ...]]:
         """Returns the operations of steps of `rows` rows, by the steps' names.
 
-        A step that does not sample is the same step without its ending, from `head` on.  In the
-        ending each call of the program is one `BoundCall`, so the cut is by count.
+        A step that does not sample is the same step without its ending, from `head` on.
         """
         bounds: dict[str, tuple[BoundCall, ...]] = {}
         made: dict[str, tuple[Operation, ...]] = {}
         for name in list(self.programs)[1:]:
-            ending = len(self.programs[name]) - len(self.programs[_PREFILL])
-            bound = self._bound(name, rows)
+            layers, rest = self._bound(name, rows)
             if not made:
-                bounds[_PREFILL] = bound[: len(bound) - ending]
-                made[_PREFILL] = self._operations(bounds[_PREFILL], rows)
-            rest = bound[len(bound) - ending :]
+                bounds[_PREFILL] = layers
+                made[_PREFILL] = self._operations(layers, rows)
             bounds[name] = (*bounds[_PREFILL], *rest)
             made[name] = (*made[_PREFILL], *self._operations(rest, rows))
         # Of ranks the last one has all logits.  The first launch follows one of another graph.
         bounds[_ENDING] = (rest[0].with_programmatic(False), *rest[1:])
         made[_ENDING] = self._operations(bounds[_ENDING], rows)
         if rows <= self._plan.sizes.draft_rows:
-            bound, calls = self._bound(_LOOKUP, rows), len(self._program(_LOOKUP))
-            begin = len(bound) - (calls - 1 - len(self.programs[_PREFILL]))  # `draft` is before it
-            layers, rest = bound[:begin], bound[begin:]
+            layers, rest = self._bound(_LOOKUP, rows)
+            bounds[_LOOKUP] = (*layers, *rest)
             rest = (rest[0].with_programmatic(False), *rest[1:])
-            bounds |= {_LOOKUP: bound, _LOOKUP_LAYERS: layers, _LOOKUP_ENDING: rest}
+            bounds |= {_LOOKUP_LAYERS: layers, _LOOKUP_ENDING: rest}
             made |= {name: self._operations(bounds[name], rows) for name in _LOOKUPS}
         self._bounds[rows] = bounds
         return made
@@ -286,23 +282,27 @@ class StepGraphs:
             sampled=sampled, whole_logits=whole, last_row=last_row, lookup=lookup
         )
 
-    def _bound(self, name: str, rows: int) -> tuple[BoundCall, ...]:
-        """Binds the launches of a step that samples, by its name."""
+    def _bound(self, name: str, rows: int) -> tuple[tuple[BoundCall, ...], tuple[BoundCall, ...]]:
+        """Binds the launches of a step that samples, by its name; returns those of its layers, and
+        those of its ending, in which each call of the program is one `BoundCall`."""
         sizes = self._plan.sizes
         program = self._program(name, last_row=rows > sizes.sampled_rows)
-        if self._ranks is None:
-            return self._backend.bind(program, self._model, rows)
-        by_products = "sums" in self._plan.buffers and self._backend.exchanges_sums(
-            self._model, rows
-        )
-        calls = self._ranks.with_collectives(
-            program,
-            rows,
-            by_products=by_products,
-            carried=self._backend.carries_sums(self._model, rows),
-            shared=self._backend.shares_sums(self._model, rows),
-        )
-        return self._backend.bind(calls, self._model, rows)
+        calls: tuple[KernelCall | BoundCall, ...] = program
+        if self._ranks is not None:
+            by_products = "sums" in self._plan.buffers and self._backend.exchanges_sums(
+                self._model, rows
+            )
+            calls = self._ranks.with_collectives(
+                program,
+                rows,
+                by_products=by_products,
+                carried=self._backend.carries_sums(self._model, rows),
+                shared=self._backend.shares_sums(self._model, rows),
+            )
+        bound = self._backend.bind(calls, self._model, rows)
+        kernels = [call.kernel if isinstance(call, KernelCall) else "" for call in calls]
+        begin = len(bound) - len(calls) + kernels.index("head")
+        return bound[:begin], bound[begin:]
 
     def _operations(
         self, bound: tuple[BoundCall, ...], rows: int, condition: int | None = None

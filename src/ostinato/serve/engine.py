@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -45,9 +46,10 @@ from ostinato.serve.scheduler import Admit, Decode, Read, Scheduler, SchedulerAc
 
 _log = logging.getLogger(__name__)
 
-_GATHER_SECONDS = 0.02
+_GATHER_SECONDS, _GATHER_EACH = 0.02, 0.001
 """Time for which pieces of text are gathered, except the first and the last of an answer: at a
-thousand steps a second, a message for each token costs more than the token."""
+thousand steps a second, a message for each token costs more than the token.  At least so much for
+each answer under way, since sending a piece takes some 0.2 ms, in which steps wait."""
 _LOOK_SECONDS = 0.01
 """Interval at which deadlines are checked while tokens are generated."""
 _RANKS_STEPS, _RANKS_SECONDS = 8, 0.01
@@ -187,6 +189,10 @@ class _Entry:
     forced: deque[int] = field(default_factory=deque)
     """The rest of the prompt, where its log probabilities are wanted: the next tokens, which are
     chosen by masks that allow nothing else."""
+
+    unsaid: list[int] = field(default_factory=list)
+    """Tokens that have no text yet: where nothing depends on the text, it is made once for all that
+    are sent together."""
 
     @property
     def needs_mask(self) -> bool:
@@ -618,7 +624,7 @@ class ServingEngine(Closeable):
         run = self._decoder.run_batch(
             action.slots,
             count=1 if single and masks else None,
-            ahead=0 if single else None,
+            ahead=0 if single else self._ahead,
             masks=masks,
         )
         size = self._size(action.slots)
@@ -664,6 +670,12 @@ class ServingEngine(Closeable):
                 fitting = int(_RANKS_SECONDS * self._steps_a_call / (begin - before + 1e-9))
                 self._steps_a_call = max(1, min(_RANKS_STEPS, fitting))
 
+    @property
+    def _ahead(self) -> int | None:
+        """The launches ahead of a run; of ranks, those of the steps that cross together, which are
+        under way while the next ones cross."""
+        return max(2, self._steps_a_call) if self._decoder.ranks > 1 else None
+
     def _size(self, slots: Sequence[int]) -> tuple[int, int]:
         """Returns the rows of a step of these slots, and of those of them that draft."""
         rows = self._decoder.step_rows(slots)
@@ -696,8 +708,13 @@ class ServingEngine(Closeable):
                 self._end(number, End.FAILED, f"its grammar: {grammar.error[:500]}")
                 continue
             last = ended or complete or decoder.stopped(slot)
+            job = entry.job
+            entry.unsaid.append(token)
+            if not (last or entry.tokens == 1 or job.stop or job.grammar or logprobs):
+                continue  # `_flush` makes the text
+            count = len(entry.unsaid)
             try:
-                text, stopped = entry.text.push(token, last=last)
+                text, stopped = self._text_of(entry, last=last)
             except OstinatoError as error:
                 self._end(number, End.FAILED, str(error))
                 continue
@@ -707,10 +724,26 @@ class ServingEngine(Closeable):
             elif last:
                 end = End.LENGTH
             given = () if ended else logprobs
-            update = Update(text, 1, entry.cached, logprobs=given)
+            update = Update(text, count, entry.cached, logprobs=given)
             self._note(number, entry, update, urgent=entry.tokens == 1)
             if end is not None:
                 self._end(number, end)
+
+    def _text_of(self, entry: _Entry, *, last: bool = False) -> tuple[str, bool]:
+        """Returns `AnswerText.push` of the entry's tokens that have no text yet."""
+        tokens, entry.unsaid = entry.unsaid, []
+        return entry.text.push(*tokens, last=last)
+
+    def _say(self) -> None:
+        """Makes the texts of all tokens that have none yet."""
+        for number, entry in [*self._entries.items()]:
+            if count := len(entry.unsaid):
+                try:
+                    text, _ = self._text_of(entry)
+                except OstinatoError as error:
+                    self._end(number, End.FAILED, str(error))
+                else:
+                    self._note(number, entry, Update(text, count, entry.cached), urgent=False)
 
     def _note(self, number: int, entry: _Entry, update: Update, *, urgent: bool) -> None:
         self._updates.setdefault(number, (entry.listener, []))[1].append(update)
@@ -724,6 +757,10 @@ class ServingEngine(Closeable):
             return
         self._scheduler.end(number)
         self._ended_by[end] += 1
+        if count := len(entry.unsaid):
+            with suppress(OstinatoError):
+                text, _ = self._text_of(entry)
+                self._note(number, entry, Update(text, count, entry.cached), urgent=False)
         began = entry.began
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
         timing = Timing(placed, first, time.monotonic() - began, entry.tokens)
@@ -770,10 +807,10 @@ class ServingEngine(Closeable):
     def _flush(self) -> None:
         """Delivers urgent updates, and all updates if the last full delivery is long enough ago."""
         with self._lock:
-            if not self._updates:
-                return
-            now = time.monotonic()
-            if self._scheduler.under_way == 0 or now - self._all_sent >= _GATHER_SECONDS:
+            now, under_way = time.monotonic(), self._scheduler.under_way
+            wanted = max(_GATHER_SECONDS, _GATHER_EACH * under_way)
+            if under_way == 0 or now - self._all_sent >= wanted:
+                self._say()
                 gathered, self._updates = [*self._updates.values()], {}
                 self._all_sent = now
             else:

@@ -70,6 +70,7 @@ from ostinato.models.cuda.shapes import (
 )
 from ostinato.models.program import (
     ABSENT,
+    BEST_OVER_RANKS,
     CARRYING_SUM,
     DRAFT_KEY,
     MOST_BIASES,
@@ -85,9 +86,9 @@ from ostinato.models.program import SIGNATURES as HOST_SIGNATURES
 from ostinato.modules import CompileOptions
 
 ENDING = (
-    "head", "sample", "accept", "best_of_part", "best_of_ranks", "sample_of_ranks",
-    "accept_of_ranks",
-)  # fmt: skip
+    *("head", "sample", "accept", "best_of_part", "best_of_ranks", BEST_OVER_RANKS),
+    *("sample_of_ranks", "accept_of_ranks"),
+)
 """The calls that work only on rows that sample."""
 _FOLDER = Path(__file__).parent / "kernels"
 _MATRICES = ("weight", "table")
@@ -108,7 +109,7 @@ _OF_ROUNDED = {ROUNDED_CALLS[call]: name for call, name in PRODUCT_CALLS.items()
 _FILES = {
     **dict.fromkeys((*PRODUCT_CALLS, *_OF_ONE), "matvec"),
     **dict.fromkeys((*_OF_ROUNDED, *ROUNDED_OF_RANKS.values()), "rounded"),
-    **dict.fromkeys(("best_of_part", "best_of_ranks"), "shard"),
+    **dict.fromkeys(("best_of_part", "best_of_ranks", BEST_OVER_RANKS), "shard"),
     "sample_of_ranks": "sample",
     CARRYING_SUM: "residual",
     "continue_loop": "loop",
@@ -123,6 +124,7 @@ _ROW_THREADS = {
     **dict.fromkeys(("sample", "sample_of_ranks"), 1024),
     **dict.fromkeys(("draft", "accept", "accept_of_ranks"), 1024),
     **dict.fromkeys(("best_of_part", "best_of_ranks"), 32),
+    BEST_OVER_RANKS: 128,
 }
 """Threads of the kernels that have a block for each row."""
 _PREFETCH_PIECE = 2048
@@ -155,6 +157,9 @@ SIGNATURES: dict[str, str] = {
     "down_of_ranks": f"{_LIVE}inner: *const f32, {_OF_RANKS}",
     CARRYING_SUM: f"{_LIVE}x: *f32, partial: *f32, norm: *const f32, next: *out bf16, "
     "squares: *u64, windows: *u64, half: u32, row_count: u32, hidden: u32, rank: u32",
+    BEST_OVER_RANKS: f"{_LIVE}options: *const u64, stops: *const i32, state: *i32, ring: *i32, "
+    "workspace: *const f32, windows: *u64, row_count: u32, context: u32, ring_size: u32, "
+    "first: u32, rank: u32",
     "rows_of_ranks": f"{_LIVE}x: *f32, partial: *const f32, arrived: *f32, norm: *const f32, "
     "next: *bf16, windows: *u64, row_count: u32, hidden: u32, rank: u32, epsilon: f32",
 }
@@ -569,6 +574,9 @@ class Lowering:
                 found |= {"STOPS": given["stop_count"], "HEAD_BLOCKS": ranks, "RANKS": ranks}
         elif kernel == "best_of_part":
             found = {"HEAD_BLOCKS": self.blocks("head", head)}
+        elif kernel == BEST_OVER_RANKS:
+            found = {"HEAD_BLOCKS": self.blocks("head", head), "STOPS": given["stop_count"]}
+            found |= exchange_macros(given)
         elif kernel == "best_of_ranks":
             found = {"RANKS": given["ranks"], "STOPS": given["stop_count"]}
         elif kernel == "continue_loop":
@@ -771,7 +779,7 @@ class Lowering:
             _source(
                 _FILES.get(kernel, kernel),
                 packing is not None,
-                kernel in _OF_ONE or kernel == CARRYING_SUM,
+                kernel in (*_OF_ONE, CARRYING_SUM, BEST_OVER_RANKS),
                 self.rounds,
             ),
             CompileOptions(

@@ -133,7 +133,8 @@ class Tokenizer:
 
         Raises InputError for an unknown id.
         """
-        token = whole(token, "token")
+        if type(token) is not int:
+            token = whole(token, "token")
         piece = self._pieces.get(token)
         if piece is None:
             if not 0 <= token < self._rows:
@@ -179,13 +180,14 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strip_space and not continues
 
-    def push(self, token: int) -> str:
-        """Adds a token and returns the text that is final with it, often the token's, or "".
+    def push(self, *tokens: int) -> str:
+        """Adds tokens and returns the text that is final with them, often the last one's, or "".
 
         Raises InputError for an id outside the vocabulary.
         """
-        piece = self._tokenizer.token_bytes(token)
-        return "" if token in self._skipped else self._emit(self._utf8.decode(piece))
+        spell, skipped = self._tokenizer.token_bytes, self._skipped
+        pieces = [b"" if token in skipped else spell(token) for token in tokens]
+        return self._emit(self._utf8.decode(b"".join(pieces)))
 
     def finish(self) -> str:
         """Returns the text held back, after the last token: U+FFFD for half a character, or ""."""

@@ -1,5 +1,5 @@
 // Kernels for steps of several ranks only: the best logit of this rank's part of the vocabulary, and the
-// best one of all ranks (`sharding`, `host/shard_kernels.py`).  A block of one warp computes a row.
+// best one of all ranks (`sharding`, `host/shard_kernels.py`), or both in one.  A block computes a row.
 //
 // A key is `logit_key` of a logit and its token; the largest key is the best logit with the lowest token.
 #include "common.cuh"
@@ -48,4 +48,46 @@ KERNEL __launch_bounds__(32)
     const int token = sampled.plain ? greedy_token(key) : -1;
     advance(sampled.row, token, ending, state, ring, context, ring_size);
 }
+
+#ifdef EXCHANGE_WORDS
+#include "exchange.cuh"
+
+// Both of the above, and the exchange of the keys between them.  Every lane of the first warp gets them.
+KERNEL __launch_bounds__(EXCHANGE_THREADS)
+    best_over_ranks(const int* live, const Options* options, const int* stops, int* state, int2* ring,
+                    const float* workspace, u64* windows, u32 row_count, u32 context, u32 ring_size,
+                    u32 first, u32 rank) {
+    __shared__ u64 bests[EXCHANGE_THREADS / 32];
+    Exchange exchange(windows, rank);
+    start_next_at<AT_START>();
+    wait_for_previous();
+    start_next_at<AFTER_WAIT>();
+    const SampledRow sampled(live, options);
+    const Ending ending = ending_of(sampled, options, stops);
+    u64 key = 0;
+    if (sampled.wanted) {
+        const u64* const found =
+            keys_of(const_cast<float*>(workspace)) + static_cast<long long>(blockIdx.x) * HEAD_BLOCKS;
+#pragma unroll 8
+        for (int i = threadIdx.x; i < HEAD_BLOCKS; i += EXCHANGE_THREADS) key = largest(key, load_fresh(found + i));
+    }
+    key = largest_of_warp(key);
+    if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = key;
+    exchange.begin();
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < EXCHANGE_THREADS / 32; i++) key = largest(key, bests[i]);
+    if (key != NAN_KEY) key -= first;
+    u32 values[RANKS][2];
+    // All threads send, so that no word is older than two exchanges.
+    exchange.gather(values, static_cast<u32>(key >> 32), static_cast<u32>(key), threadIdx.x < 32);
+    if (threadIdx.x < 32 && sampled.wanted) {
+#pragma unroll
+        for (u32 r = 0; r < RANKS; r++)
+            key = largest(key, static_cast<u64>(values[r][0]) << 32 | values[r][1]);
+        advance(sampled.row, sampled.plain ? greedy_token(key) : -1, ending, state, ring, context, ring_size);
+    }
+    exchange.end();
+}
+#endif
 #endif
