@@ -4,8 +4,8 @@
 
 Compares with NumPy: the residual, the inputs of the next product, and the sums of squares.  The
 values are integers, whose sums are exact; at the end others, whose results must be the same on all
-ranks.  Two products take turns, whose grids differ.  Prints a line of JSON: a digest of the results
-of each cut.
+ranks.  Two products take turns, whose grids differ.  Then the ranks choose the best of logits.
+Prints a line of JSON: a digest of the results of each cut.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import load_kernel
 from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.shapes import MatrixShape, default_tuning
-from ostinato.models.program import ACTIVE, decode_program
+from ostinato.models.host.shard_kernels import _key
+from ostinato.models.program import (
+    ACTIVE,
+    BEST_OVER_RANKS,
+    OPTIONS,
+    SAMPLE,
+    STOP_TOKENS,
+    decode_program,
+)
 from ostinato.models.sharding import (
     COLLECTIVES,
     BoundCollective,
@@ -86,7 +94,7 @@ def compare(
     program = shard_program(decode_program(part), sharding, whole_logits=False)
     bound = [
         one if one.kernel not in COLLECTIVES else BoundCollective(one, made, rows)
-        for one in exchanging_products(program, sharding)
+        for one in exchanging_products(program, sharding, made.exchanged_sum(2 * rows))
     ]
     lowered = kc.lower(bound, part, **sizes)
     launches = {one.kernel: one for one in lowered if isinstance(one, kc.CudaLaunch)}
@@ -132,6 +140,9 @@ def compare(
                 stream.synchronize()
             if not exact:
                 found.append(x.to_numpy(stream).tobytes())
+                choice = launches[BEST_OVER_RANKS]
+                given = (load(choice), made, workspace, part.vocabulary)
+                found += chosen_of(group, stream, device, choice, *given)
                 break
             residual[active] += total[active]
             assert (x.to_numpy(stream) == residual).all(), (cut, turn)
@@ -143,6 +154,59 @@ def compare(
             assert not sums[half, :, 1].any() and not sums[1 - half].any()
             assert not workspace.to_numpy(stream)[: kc.COUNTER_BYTES // 4].any()
             found += [got.tobytes(), sums.tobytes()]
+    return found
+
+
+def chosen_of(
+    group: Group,
+    stream: ost.Stream,
+    device: ost.Device,
+    launch: kc.CudaLaunch,
+    kernel: ost.Kernel,
+    made: Any,
+    workspace: ost.Buffer,
+    tokens: int,
+) -> list[bytes]:
+    """Returns the states after the choice of each row's best logit, several times in a row.
+    `tokens`: of a rank."""
+    rows, given, found = launch.config.grid[0], dict(launch.arguments), []
+    blocks = int(dict(launch.options.defines)["HEAD_BLOCKS"])
+    live = np.zeros((rows, 4), np.int32)
+    live[:, 1], live[:, 2], live[:, 3] = 7, np.arange(rows), ACTIVE | SAMPLE
+    live[rows // 2, 3] = 0  # gets no token
+    options = np.zeros(rows, OPTIONS)
+    options["repetition_penalty"], options["limit"] = 1, 30
+    options["temperature"][1] = 1  # is not greedy
+    state = device.zeros((rows, 4), np.int32)
+    buffers: dict[str, Any] = {
+        "live": device.array(live), "options": device.array(options.view(np.uint64)),
+        "stops": device.array(np.full(STOP_TOKENS, 99, np.int32)), "state": state,
+        "ring": device.zeros((rows, 2 * 16), np.int32), "workspace": workspace,
+        "windows": made.windows, "row_count": rows, "context": 64, "ring_size": 16,
+    }  # fmt: skip
+    values = [buffers.get(one.name, given.get(one.name)) for one in launch.signature.parameters]
+    alone = replace(launch.config, programmatic=False)
+    operation = ost.prepare(kernel, alone, *values)
+    keys = workspace.view(kc.COUNTER_BYTES, rows * blocks, np.uint64)
+    for turn in range(3):
+        logits = np.random.default_rng(turn).integers(-9, 9, (rows, group.size, blocks))
+        own = logits[:, group.rank].astype(np.float32)
+        mine = [_key(logit, token) for row in own for token, logit in enumerate(row)]
+        keys.set(np.array(mine, np.uint64), stream)
+        state.set(np.full((rows, 4), -7, np.int32), stream)
+        stream.synchronize()
+        group.barrier()
+        stream.submit(operation)
+        with group.watching("the best of all ranks"):
+            stream.synchronize()
+        best = logits.reshape(rows, -1).argmax(1)  # the first one of equal ones
+        wanted = np.full((rows, 4), -7)
+        wanted[:, 0], wanted[:, 1:] = best // blocks * tokens + best % blocks, (8, 9, 0)
+        wanted[1, ::3] = -1, 1
+        wanted[rows // 2] = -7
+        got = state.to_numpy(stream)
+        assert (got == wanted).all(), turn
+        found.append(got.tobytes())
     return found
 
 

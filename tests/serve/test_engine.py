@@ -535,10 +535,10 @@ def test_a_token_without_text_ends_its_answer_alone(
     text = engine._entries[number].text
     push = text.push
 
-    def fails(token: int, *, last: bool = False) -> tuple[str, bool]:
+    def fails(*tokens: int, last: bool = False) -> tuple[str, bool]:
         if second.so_far.tokens:
             raise ModelError("no such token")
-        return push(token, last=last)
+        return push(*tokens, last=last)
 
     monkeypatch.setattr(text, "push", fails)
     with engine.start():
