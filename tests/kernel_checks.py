@@ -254,7 +254,8 @@ def _launches_of_rank(sharding: Sharding) -> Iterator[CudaLaunch]:
         for whole_logits in (False, True):
             program = shard_program(decode_program(part), sharding, whole_logits=whole_logits)
             if rows * part.hidden // 2 <= exchange.sum_slots(sharding.size):
-                program = (*program, *exchanging_products(program, sharding))
+                how = exchange.Layout(sharding.size, 512).sum_of(1024, scattered=False)
+                program = (*program, *exchanging_products(program, sharding, how))
             if rows == 16:
                 for scattered in (False, True):
                     how = exchange.Layout(sharding.size, 512).sum_of(1024, scattered=scattered)
