@@ -539,7 +539,7 @@ TILED = {
     "a block for each row": ((4, 1, 64), 3, 150, (4, 4, 2, 1)),
     "clusters": ((4, 1, 64), 3, 300, (4, 2, 1, 8, 2, 1)),
     "shares": ((4, 1, 64), 3, 300, (4, 2, 1, 16, 1, 1, 1)),
-    "16 warps": ((4, 1, 64), 3, 300, (4, 16, 1, 2, 1, 1, 1)),
+    "shares of 8 warps": ((4, 1, 64), 3, 600, (4, 8, 2, 3, 1, 1, 1)),
     "shares of 24 rows": ((6, 2, 64), 24, 130, (3, 2, 2, 3, 1, 1, 3)),
     "shares of 64 rows": ((6, 2, 64), 64, 200, (3, 1, 1, 5, 1, 2, 1)),
     "a window": ((4, 1, 64), 5, 300, (2, 2, 1, 4, 1, 1, 1)),
@@ -654,6 +654,14 @@ def test_the_attention_in_tiles_compiles(name: str, arch: str) -> None:
     made = kc.lower(decode_program(setup.config), setup.config, **given)
     one = next(launch for launch in made if launch.kernel == "attention")
     assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
+
+
+def test_a_block_that_has_a_multiprocessor_to_itself_reads_more_positions_at_once() -> None:
+    """As on a rank, which has half of the heads."""
+    given: Any = {"rows": 32, "context": 1024, "clusters": True, "warpgroups": True}
+    rank = Sharding(LLAMA_1B, 0, 2).part
+    steps = [shapes.default_tuning(one, **given).attention.steps for one in (LLAMA_1B, rank)]
+    assert steps == [1, 2]
 
 
 @pytest.mark.parametrize("rows", [24, 64])

@@ -989,16 +989,18 @@ def _tiled_attention(
         if cluster * blocks <= multiprocessors * (1 if wide or steps == 2 else 2):
             shape = AttentionShape(queries, 8, steps, cluster, cluster, CLUSTER_PASSES)
             return _with_clusters(shape, config, rows, context, multiprocessors)
+    # Shares are shorter if those of 1,024 positions would leave some multiprocessors without work.
+    few = rows <= CLUSTER_ROWS or blocks < 0.9 * multiprocessors
     held = 8 if wide else 16  # warps of a multiprocessor, of one step
     warps, steps = 2, 1
     if blocks * 8 <= held * multiprocessors:
         warps = 8
+        if not wide and not few and rows >= 32 and blocks <= multiprocessors:
+            held, steps = 12, 2  # one block each reads twice as many positions at once
     elif blocks * 4 <= held * multiprocessors:
         warps = 4
         if not wide and blocks * 4 <= 12 * multiprocessors:
             held, steps = 12, 2
-    # Shares are shorter if those of 1,024 positions would leave some multiprocessors without work.
-    few = rows <= CLUSTER_ROWS or blocks < 0.9 * multiprocessors
     share, tile = 512 if few else 1024, warps * steps * TILE_POSITIONS
     shape = AttentionShape(queries, warps, steps, 1, 1, share // tile, held // warps)
     if rows > MAX_ROWS or blocks >= COUNTER_BYTES // 4:  # the list of shares needs a counter, too
