@@ -183,6 +183,8 @@ class Chain:
     places: list[ResultPlace] = field(init=False)
     """The places in the result of the values that are not compared, in the order of `run`."""
     values: tuple[Hashable, ...] = field(init=False)
+    at_end: Callable[[], object] | None = None
+    """Called when the call has its result: it waits for the device as the call's own waits do."""
     settled: list[tuple[Any, str, Any]] = field(default_factory=list)
     """The gradients at the end of the call that are others than those at its last step of Python,
     as `Library.attached` lists them."""
@@ -338,6 +340,8 @@ class ChainBuilder:
         """Called before the copies of the outputs are captured; the library sets it."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a block in which the function runs; the library sets it."""
+        self.at_end: Callable[[], object] | None = None
+        """`Chain.at_end`, if the library sets it."""
         self.graphs: list[Graph] = []
         self.links: list[ChainLink] = []
         self.last: GraphExec | None = None
@@ -391,7 +395,7 @@ class ChainBuilder:
             empty = Graph.create(device)
             empty.add_empty()
             executable = empty.instantiate()
-        return Chain(links, numbers), executable
+        return Chain(links, numbers, at_end=self.at_end), executable
 
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
         """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
