@@ -28,6 +28,8 @@ CHECKS = 12
 
 def works_on(cupy: Any) -> dict[str, Callable[..., Any]]:
     """Returns functions of an array of 4,096 float32."""
+    from cupyx.scipy import ndimage
+
     weights = cupy.asarray(np.linspace(-1, 1, 4096, dtype=np.float32))
     square = weights.reshape(64, 64) / 8
     moments = cupy.zeros(4096, np.float32)
@@ -83,9 +85,24 @@ def works_on(cupy: Any) -> dict[str, Callable[..., Any]]:
         left = square - gram @ found
         return found, cupy.sqrt((left * left).sum())
 
-    return {
-        each.__name__: each for each in (assertion, mask, newton, clipping, metrics, network, ridge)
-    }
+    def borders(x: Any) -> Any:
+        y = x.reshape(64, 64)[:, [0, 1, 62, 63]] * cupy.asarray([0.4, 0.1, 0.1, 0.4])
+        moments[[0, -1]] = [0.5, 0.25]
+        return layer(y) + moments[[0, -1]].sum()
+
+    def filters(x: Any) -> Any:
+        y = ndimage.gaussian_filter1d(x.reshape(64, 64), 1.5)
+        return ndimage.median_filter(y, size=3) - y
+
+    def stages(x: Any) -> Any:
+        y = layer(x.reshape(64, 64)) + square
+        cupy.cuda.Device().synchronize()
+        y = layer(y) + square
+        cupy.cuda.get_current_stream().synchronize()
+        return y
+
+    works = assertion, mask, newton, clipping, metrics, network, ridge, borders, filters, stages
+    return {each.__name__: each for each in works}
 
 
 def measure(cupy: Any, name: str, calls: int) -> dict[str, object]:

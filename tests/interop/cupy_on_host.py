@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,7 +24,7 @@ _BINARY: list[Callable[..., Any]] = [
     *(np.logical_and, np.maximum),
 ]
 _WHOLE: list[Callable[..., Any]] = [np.sum, np.any, np.all, np.max]
-_TYPES = [np.dtype(each) for each in ("f4", "?", "i8", "u1")]
+_TYPES = [np.dtype(each) for each in ("f4", "?", "i8", "u1", "i4")]
 ONE = ost.LaunchConfig(grid=1, block=1)
 
 
@@ -65,21 +66,50 @@ def _take(how: Any, types: int, out: int, a: int, mask: int, n: int, m: int) -> 
     # as a GPU: what was not written stays
 
 
+@ost.host_kernel("types: u32, out: u64, a: u64, at: u64, n: u64, m: u64", name="gather")
+def _gather(how: Any, types: int, out: int, a: int, at: int, n: int, m: int) -> None:
+    to, one, places = _views(how, types, (out, m), (a, n), (at, m))
+    to[:] = one[places]
+
+
+@ost.host_kernel("types: u32, out: u64, b: u64, at: u64, n: u64, m: u64", name="scatter")
+def _scatter(how: Any, types: int, out: int, b: int, at: int, n: int, m: int) -> None:
+    to, other, places = _views(how, types, (out, n), (b, m), (at, m))
+    to[places] = other
+
+
 @ost.host_kernel("a: u64, b: u64, out: u64, n: u64", name="cupy_subtract__floats")
 def _subtract(how: Any, a: int, b: int, out: int, n: int) -> None:
     to, one, other = _views(how, 0, (out, n), (a, n), (b, n))
     to[:] = one - other
 
 
-_SOURCE = ost.Source(host=[_binary, _whole, _cast, _fill, _take, _subtract], name="cupy_on_host")
+@ost.host_kernel("seconds: f64", name="slow")
+def _slow(how: Any, seconds: float) -> None:
+    time.sleep(seconds)
 
 
-def stand_in(device: Device) -> types.ModuleType:
+_KERNELS = [_slow, _binary, _whole, _cast, _fill, _take, _gather, _scatter, _subtract]
+_SOURCE = ost.Source(host=_KERNELS, name="cupy_on_host")
+
+
+def module_of(**names: Any) -> Any:
+    """Returns a module of an installed package, as guards see it."""
+    module = types.ModuleType("cupy")
+    vars(module).update(names)
+    for value in names.values():
+        inner = vars(value).values() if isinstance(value, type) else ()
+        for each in (value, *inner):
+            if isinstance(each, types.FunctionType | type):
+                each.__module__ = "cupy"
+    return module
+
+
+def stand_in(device: Device) -> Any:
     """Returns the module."""
     driver = device.driver
     kernels = {
-        name: device.modules.get_or_compile(_SOURCE, name)
-        for name in ("binary", "whole", "cast", "fill", "take", "cupy_subtract__floats")
+        kernel.name: device.modules.get_or_compile(_SOURCE, kernel.name) for kernel in _KERNELS
     }
 
     class CUDARuntimeError(RuntimeError):
@@ -87,8 +117,14 @@ def stand_in(device: Device) -> types.ModuleType:
             super().__init__(f"status {status}")
             self.status = status
 
+    def synchronised(handle: Any) -> None:
+        try:
+            driver.stream_synchronize(handle)
+        except ost.errors.DriverError as error:
+            raise CUDARuntimeError(int(error.status)) from None
+
     class Stream:
-        def __init__(self, stream: ost.Stream | None = None) -> None:
+        def __init__(self, stream: ost.Stream | None = None, non_blocking: bool = True) -> None:
             self.stream = device.create_stream() if stream is None else stream
             self.ptr = int(self.stream.handle)
 
@@ -103,17 +139,47 @@ def stand_in(device: Device) -> types.ModuleType:
             return self.stream.capture_info().status.name != "NONE"
 
         def synchronize(self) -> None:
-            try:
-                driver.stream_synchronize(self.stream.handle)
-            except ost.errors.DriverError as error:
-                raise CUDARuntimeError(int(error.status)) from None
+            synchronised(self.stream.handle)
+
+        def launch_host_func(self, callback: Any, arg: Any) -> None:
+            driver.launch_host_function(self.stream.handle, lambda: callback(arg))
+            if self.is_capturing():  # and the capture is none of CuPy's
+                raise AttributeError("'NoneType' object has no attribute 'append'")
+
+        def record(self, event: Event | None = None) -> Event:
+            event = Event() if event is None else event
+            event.record(self)
+            return event
 
         def __enter__(self) -> Stream:
             here.streams.append(self)
             return self
 
+        def use(self) -> Stream:
+            here.streams[-1] = self
+            return self
+
         def __exit__(self, *error: object) -> None:
             here.streams.pop()
+
+    class Event:
+        def __init__(self) -> None:
+            self.event = device.create_event()
+
+        def record(self, stream: Stream | None = None) -> None:
+            on = here.streams[-1] if stream is None else stream
+            driver.event_record(self.event.handle, on.stream.handle)
+
+        def synchronize(self) -> None:
+            try:
+                driver.event_synchronize(self.event.handle)
+            except ost.errors.DriverError as error:
+                raise CUDARuntimeError(int(error.status)) from None
+
+    class Device:
+        def synchronize(self) -> None:
+            for stream in (first, *here.streams):
+                synchronised(stream.stream.handle)
 
     class Here(threading.local):
         def __init__(self) -> None:
@@ -122,11 +188,13 @@ def stand_in(device: Device) -> types.ModuleType:
 
     class Memory:
         def __init__(self, nbytes: int) -> None:
-            self.size, self.ptr = nbytes, driver.mem_alloc(max(1, nbytes))
+            self.size, self.ptr = nbytes, 0
+            self.ptr = driver.mem_alloc(max(1, nbytes))
 
         def __del__(self) -> None:
-            with suppress(ost.errors.OstinatoError):  # the driver was closed
-                driver.mem_free(self.ptr)
+            if self.ptr and ost is not None:  # None at the end of the process
+                with suppress(ost.errors.OstinatoError):  # the driver was closed
+                    driver.mem_free(self.ptr)
 
     class Pooled:
         def __init__(self, pool: MemoryPool, chunk: Any) -> None:
@@ -217,8 +285,25 @@ def stand_in(device: Device) -> types.ModuleType:
             return found
 
         def wait(self) -> None:
-            """Not CuPy's: waits for the current stream, where no guard looks."""
-            here.streams[-1].synchronize()
+            """Not CuPy's: waits for the current stream, where nothing sees it."""
+            synchronised(here.streams[-1].stream.handle)
+
+        def slow(self, seconds: float) -> None:
+            """Not CuPy's: a kernel that does nothing for some time."""
+            launch("slow", seconds)
+
+        def set(self, values: Any, stream: Any = None) -> None:
+            if not isinstance(values, np.ndarray) or values.dtype != self.dtype:
+                raise TypeError("no array of NumPy, or of another type")
+            if values.shape != self.shape:
+                raise ValueError("another shape")
+            on = here.streams[-1] if stream is None else stream
+            disallowed(on)
+            copied(self, values, on)
+
+        @property
+        def flags(self) -> Any:
+            return types.SimpleNamespace(c_contiguous=True, f_contiguous=True)
 
         def load(self, address: int) -> None:
             """Copies from pinned memory, as `cupy.cuda.runtime.memcpyAsync` does."""
@@ -233,6 +318,9 @@ def stand_in(device: Device) -> types.ModuleType:
             if here.streams[-1].is_capturing():
                 raise NotImplementedError(f"calling {by} API during stream capture is unsupported")
             return self + 1.0
+
+        def __repr__(self) -> str:
+            return f"array({self.get()})"
 
         def __float__(self) -> float:
             return float(self.get())
@@ -317,12 +405,31 @@ def stand_in(device: Device) -> types.ModuleType:
                 place = MemoryPointer(self.data.mem, 0)
                 place.ptr = self.data.ptr + start * self.itemsize
                 return ndarray((max(0, stop - start),), self.dtype, place)
+            index = index_of(index)
+            if index.dtype != "?":
+                made = ndarray(index.shape, self.dtype)
+                where = made.data.ptr, self.data.ptr, index.data.ptr
+                launch("gather", types_of(made, self, index), *where, self.size, index.size)
+                return made
             count = int(index.sum())  # CuPy reads it too
             made = ndarray((count,), self.dtype)
             if count:
                 where = made.data.ptr, self.data.ptr, index.data.ptr
                 launch("take", types_of(made, self, index), *where, self.size, count)
             return made
+
+        def take(self, index: Any) -> Any:
+            return self[index if isinstance(index, _ndarray_base) else array(index, "i8")]
+
+        def __setitem__(self, index: Any, value: Any) -> None:
+            if isinstance(index, slice):
+                copyto(self[index], value)
+                return
+            index = index_of(index)
+            value = value if isinstance(value, _ndarray_base) else array(value, self.dtype)
+            assert index.dtype == "i8" and value.shape == index.shape
+            where = self.data.ptr, value.data.ptr, index.data.ptr
+            launch("scatter", types_of(self, value, index), *where, self.size, index.size)
 
     class ndarray(_ndarray_base):  # CuPy's name
         pass
@@ -344,15 +451,32 @@ def stand_in(device: Device) -> types.ModuleType:
         finally:
             here.malloc = before
 
-    def asarray(values: Any) -> Any:
-        found = np.ascontiguousarray(values)
+    def copied(array: Any, values: Any, stream: Stream) -> None:
+        if array.size:
+            bytes_ = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+            driver.memcpy_from_host(array.data.ptr, bytes_, stream.stream.handle)
+
+    def array(values: Any, dtype: Any = None) -> Any:
+        if isinstance(values, _ndarray_base):
+            return values
+        found = np.array(values, dtype)
         found = found.astype("f4") if found.dtype.kind == "f" else found
-        made = ndarray(np.shape(values), found.dtype)
-        if made.size:
-            disallowed(here.streams[-1])
-            bytes_ = memoryview(found.reshape(-1).view(np.uint8))
-            driver.memcpy_from_host(made.data.ptr, bytes_, here.streams[-1].stream.handle)
+        try:  # CuPy looks whether earlier copies are done, and allocates pinned memory
+            driver.mem_free_pinned(driver.mem_alloc_pinned(8))
+        except ost.errors.DriverError:
+            raise CUDARuntimeError(901) from None
+        made = ndarray(found.shape, found.dtype)
+        disallowed(here.streams[-1])
+        copied(made, found, here.streams[-1])
         return made
+
+    def index_of(index: Any, dtype: Any = None) -> Any:
+        """As CuPy's compiled code, which finds `array` nowhere where it can be replaced."""
+        if isinstance(index, tuple):
+            (index,) = index
+        if isinstance(index, _ndarray_base):
+            return index
+        return array(index if np.size(index) else np.empty(0, "i8"), dtype)
 
     def cholesky(array: Any) -> Any:
         """As with errors that are looked at; not the decomposition."""
@@ -366,10 +490,18 @@ def stand_in(device: Device) -> types.ModuleType:
         made.fill(0)
         return made
 
-    runtime = types.SimpleNamespace(
-        CUDARuntimeError=CUDARuntimeError, getDevice=lambda: 0, free=lambda address: None
+    runtime = module_of(
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: 0,
+        free=lambda address: None,
+        deviceGetAttribute=lambda kind, number: 0,
+        deviceSynchronize=lambda: Device().synchronize(),
     )
-    cuda = types.SimpleNamespace(
+    core = module_of(array=array)
+    cuda = module_of(
+        Device=Device,
+        Event=Event,
+        ExternalStream=Stream,
         Memory=Memory,
         MemoryPointer=MemoryPointer,
         MemoryPool=MemoryPool,
@@ -379,12 +511,11 @@ def stand_in(device: Device) -> types.ModuleType:
         using_allocator=using_allocator,
     )
     sys.modules["cupyx"] = types.SimpleNamespace(errstate=lambda **how: nullcontext())
-    linalg: Any = types.ModuleType("cupy.linalg")
-    linalg.cholesky = cholesky
-    module: Any = types.ModuleType("cupy")
-    module.__file__ = "/cupy/__init__.py"
-    vars(module).update(
-        asarray=asarray,
+    linalg = module_of(cholesky=cholesky)
+    return module_of(
+        __file__="/site-packages/cupy/__init__.py",
+        _core=core,
+        asarray=lambda values: core.array(values),
         copyto=copyto,
         cuda=cuda,
         empty=ndarray,
@@ -396,7 +527,6 @@ def stand_in(device: Device) -> types.ModuleType:
         ufunc=ufunc,
         zeros=zeros,
     )
-    return module  # type: ignore[no-any-return]
 
 
 @contextmanager

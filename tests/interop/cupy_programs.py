@@ -1,10 +1,12 @@
-"""Random functions of CuPy that read arrays in the middle, and write what they use besides their
-argument."""
+"""Random functions of CuPy that wait for the device in the middle, copy from the host, write what
+they use besides their argument, return views of it, and raise."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
+
+import numpy as np
 
 _READS = (
     "float({y}.sum())",
@@ -13,37 +15,64 @@ _READS = (
     "float({y}.get().sum())",
     "float(sum({y}.tolist()))",
 )
+_LINES = (
+    "count += {n}.0",
+    "y = y * 2.0 + {n}.0",
+    "y = y * 0.5",
+    "x += {n}.0",
+    "trail += weights",
+    "trail += y.sum()",
+    "trail[0:{n}] = weights[0:{n}]",
+    "x[0:{n}] = trail[6 - {n}:6]",
+    "y = y[[0, y.size - 1, 0]]",
+    "y = y * weights[[{n}]]",
+    "y = y + trail.take([0, {n}]).sum()",
+    "y = y + weights[np.array([{n}, 1])].sum()",
+    "trail[[5, 0, {n}]] = [1.0, y.size + 2.0, {n}.0]",
+    "count[[{n}, 0]] = host[0:2]",
+    "trail.set(host)",
+    "x.set(np.arange(6, dtype='f4') * {n})",
+    "y = y * cupy.asarray(host).max()",
+    "y = y * cupy.asarray([1.0, {n}.0]).sum()",
+    "cupy.cuda.get_current_stream().synchronize()",
+    "cupy.cuda.Device().synchronize()",
+    "cupy.cuda.get_current_stream().record().synchronize()",
+)
+_RESULTS = ("x", "x[0:2]", "trail[1:4]", "weights", "count[0:6]", "y.sum()", "state['calls']")
 
 
 def program(seed: int) -> str:
-    """Returns the source of a function `f` of an array of 6 elements.  It uses `weights` and writes
-    `count` and `trail`, arrays of as many elements."""
+    """Returns the source of a function `f` of an array of 6 elements.  It uses `weights`, `host`
+    (of NumPy) and `state`, and writes `count` and `trail`, arrays of as many elements."""
     rng = random.Random(seed)
     lines = ["y = x * 2.0"]
     given = ["y"]
-    for number in range(rng.randrange(2, 6)):
-        kind = rng.randrange(6)
+    for number in range(rng.randrange(2, 8)):
+        kind = rng.randrange(9)
+        some = rng.choice(_LINES).format(n=rng.randrange(2, 5))
+        read = f"{rng.choice(_READS).format(y='y')} > {rng.randrange(6, 80)}"
         if kind == 0:
-            lines.append(f"count += {rng.randrange(1, 4)}.0")
-        elif kind == 1:
-            lines.append(f"y = y * {rng.choice(('2.0', '0.5'))} + {rng.randrange(3)}.0")
-        elif kind == 2:
-            lines.append(f"x += {rng.randrange(1, 3)}.0")
-        elif kind == 3:
             lines += [
-                f"if {rng.choice(_READS).format(y='y')} > {rng.randrange(6, 40)}:",
+                f"if {read}:",
                 f"    y = y + {rng.randrange(1, 9)}.0",
                 *rng.choice(([], ["    count += y.max()"], ["    trail += weights"])),
                 "else:",
-                "    y = y * 3.0",
+                f"    {some}",
             ]
-        elif kind == 4:
+        elif kind == 1:
             lines.append(f"y = y[y > {rng.randrange(1, 6)}.0] + 1.0")
             lines += ["if not y.size:", "    return trail * 2.0, count.max()"]
-        else:
+        elif kind == 2:
             lines.append(f"v{number} = y.get()")
             given.append(f"v{number}")
-            lines.append(f"trail += {rng.choice(('weights', '1.0', 'y.sum()'))}")
+        elif kind == 3:
+            lines += [f"if {read}:", f"    raise LookupError({rng.choice(_READS).format(y='y')})"]
+        elif kind == 4:
+            lines += ["try:", f"    {some}", f"    if {read}:", "        raise ValueError"]
+            lines += ["except ValueError:", "    count += 1.0"]
+        else:
+            lines.append(some)
+    given += rng.sample(_RESULTS, 2)
     body = "\n    ".join(lines)
     return (
         f"def f(x):\n    global count, trail\n    {body}\n    return {', '.join(given)}, y.sum()\n"
@@ -53,9 +82,13 @@ def program(seed: int) -> str:
 def function(cupy: Any, seed: int) -> tuple[Any, dict[str, Any]]:
     """Returns the function of a program, and its globals: new arrays."""
     space: dict[str, Any] = {
-        "weights": cupy.asarray([float(n) for n in range(6)]),
-        "count": cupy.zeros(6),
-        "trail": cupy.zeros(6),
+        "cupy": cupy,
+        "np": np,
+        "weights": cupy.asarray(np.arange(6, dtype="f4")),
+        "count": cupy.zeros(6, "f4"),
+        "trail": cupy.zeros(6, "f4"),
+        "host": np.arange(6, dtype="f4") / 2,
+        "state": {"calls": 0},
     }
     exec(compile(program(seed), f"<program {seed}>", "exec"), space)
     return space["f"], space
@@ -68,15 +101,29 @@ def check(cupy: Any, make: Any, seed: int, calls: int) -> Any:
     eager, mirror = function(cupy, seed)
     step = make(f)
     rng = random.Random(seed)
-    values = [[rng.randrange(5) + 0.0 for _ in range(6)] for _ in range(3)]
+    values = [np.array([rng.randrange(5) for _ in range(6)], "f4") for _ in range(3)]
     for call in range(calls):
         value = values[0] if call < 9 else rng.choice(values)
+        if call > 11 and not rng.randrange(4):
+            number = rng.randrange(3)
+            for each in (space, mirror):
+                each["host"][1] = number
+                each["state"]["calls"] = number
         x, y = cupy.asarray(value), cupy.asarray(value)
-        found, wanted = step(x), eager(y)
+        found, wanted = _tried(step, x), _tried(eager, y)
         pairs = [*zip(found, wanted, strict=True), (x, y)]
         pairs += [(space[name], mirror[name]) for name in ("count", "trail", "weights")]
         for one, other in pairs:
-            one, other = (e.get() if isinstance(e, cupy.ndarray) else e for e in (one, other))
-            assert one.dtype == other.dtype and one.shape == other.shape, (call, program(seed))
-            assert one.tobytes() == other.tobytes(), (call, one, other, program(seed))
+            assert type(one) is type(other), (call, one, other, program(seed))
+            a, b = (e.get() if isinstance(e, cupy.ndarray) else np.asarray(e) for e in (one, other))
+            assert a.dtype == b.dtype and a.shape == b.shape, (call, program(seed))
+            assert a.tobytes() == b.tobytes(), (call, a, b, program(seed))
     return step
+
+
+def _tried(function: Any, x: Any) -> tuple[Any, ...]:
+    """Returns the result of a call, or its error."""
+    try:
+        return tuple(function(x))
+    except LookupError as error:
+        return (str(error),)

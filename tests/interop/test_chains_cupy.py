@@ -4,6 +4,7 @@ and each call has the answer and the effects of an eager call."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,11 +45,16 @@ def chains(step: Graphed) -> list[Any]:
     return [line for line in step.statistics().keys if "waits at" in line.words]
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_random_functions(make: Make, cupy: Any, seed: int) -> None:
-    options = [{}, {"verify": "first"}, {"verify": 3}, {"results": "static"}][seed % 4]
-    step = cupy_programs.check(cupy, lambda f: make(f, **options), seed, 20)
-    assert step.statistics().replays >= 5, step.explain()
+@pytest.mark.parametrize("first", [0, 8])
+def test_random_functions(make: Make, cupy: Any, first: int) -> None:
+    """Some raise in each call, and some wait for an event of a capture."""
+    options: list[dict[str, Any]] = [{}, {"verify": "first"}, {"verify": 3}, {"results": "static"}]
+    replays = 0
+    for seed in range(first, first + 8):
+        given = options[seed % 4]
+        step = cupy_programs.check(cupy, lambda f, given=given: make(f, **given), seed, 20)
+        replays += step.statistics().replays
+    assert replays >= 40
 
 
 @pytest.mark.parametrize(
@@ -240,12 +246,192 @@ def test_copies_from_memory_of_the_host_run_eagerly(
     assert "copies from or to memory that is of no array" in step.explain(), step.explain()
 
 
-@pytest.mark.parametrize("line", ["float(x.sum())", "sum((x @ x).get())", "asarray(held).get()[0]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("x[[1, 0]] + 1.0", "x[np.array([1])] * 2.0", "x.take((1, 0)) + 1.0", "x[[]] + 1.0"),
+        *("put(x, [1, 0], [2.5, 3.0])", "put(x, [1], held[:1])", "put(x, held.astype(int), x)"),
+        *("filled(x, held)", "filled(x, np.ones(2, 'f4'))", "x + cupy.asarray(range(2))"),
+        *("x * cupy.asarray(np.array(2.0))", "x + cupy.asarray([held, held]).max()"),
+    ],
+)
+@pytest.mark.parametrize("waits", [False, True])
+def test_copies_from_the_host_are_made_once(make: Make, cupy: Any, line: str, waits: bool) -> None:
+    def put(x: Any, index: Any, value: Any) -> Any:
+        y = x + 0.0
+        y[index] = value
+        return y
+
+    def filled(x: Any, values: Any) -> Any:
+        y = cupy.zeros(2)
+        y.set(values)
+        y += x
+        return y
+
+    held = np.array([0.0, 1.0], "f4")
+    space = {"cupy": cupy, "np": np, "held": held, "put": put, "filled": filled}
+    exec(f"def f(x):\n    return ({line}) * {'float(x.max())' if waits else '2.0'}", space)
+    step = make(space["f"], guard=waits)
+    for call in range(24):
+        held[0] = call > 15 and call % 2
+        x = cupy.asarray([1.0, 2.0 + (not waits) * call])
+        found = step(x)
+        others = [cupy.asarray([777.0, 777.0]) for _ in range(8)]
+        np.testing.assert_array_equal(found.get(), space["f"](x).get())
+        assert len(others) == 8
+    assert step.statistics().replays >= 8, step.explain()
+    assert all("1 graph" in one.words for one in step.statistics().keys if one.captures)
+
+
+def test_a_copy_from_the_host_on_another_stream_runs_eagerly(make: Make, cupy: Any) -> None:
+    other, held = cupy.cuda.Stream(), np.ones(2, "f4")
+
+    def f(x: Any) -> Any:
+        y = x + 1.0
+        y.set(held, other)
+        return x * 2.0
+
+    step = make(f)
+    for _ in range(9):
+        np.testing.assert_array_equal(step(cupy.asarray([1.0, 2.0])).get(), [2.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("cupy.cuda.get_current_stream().synchronize()", "cupy.cuda.Device().synchronize()"),
+        "cupy.cuda.runtime.deviceSynchronize()",
+        *("first.synchronize()", "event.synchronize()"),
+        "cupy.cuda.get_current_stream().record().synchronize()",
+    ],
+)
+def test_a_synchronisation_is_repeated(make: Make, cupy: Any, line: str) -> None:
+    """The caller may rely on it for work on other streams."""
+    here = cupy.cuda.get_current_stream()
+    count = cupy.zeros(2)
+    space = {"cupy": cupy, "count": count, "first": here, "event": here.record()}
+    exec(
+        f"def f(x):\n    global count\n    count += 1.0\n    {line}\n    y = x * float(x.sum())"
+        f"\n    y.slow(0.02)\n    count += 2.0\n    {line}\n    return y",
+        space,
+    )
+    step = make(space["f"])
+    for call in range(16):
+        x = cupy.asarray([1.0, 2.0 + (call > 9 and call % 2)])
+        found = step(x)
+        assert here.stream.done or line.startswith("event") or call < 8
+        np.testing.assert_array_equal(found.get(), x.get() * x.get().sum())
+        np.testing.assert_array_equal(count.get(), [3.0 * (call + 1)] * 2)
+    assert step.statistics().replays >= 6 or "record" in line, step.explain()
+
+
+def test_what_the_function_keeps_of_a_run_that_was_captured(make: Make, cupy: Any) -> None:
+    kept: list[Any] = []
+
+    def f(x: Any) -> Any:
+        kept.append(cupy.cuda.Device())
+        assert isinstance(kept[-1], cupy.cuda.Device)
+        assert isinstance(plain, cupy.cuda.Device) and not isinstance(x, cupy.cuda.Device)
+        return x * float(x.sum())
+
+    plain = cupy.cuda.Device()
+    step = make(f, guard=False)
+    for _ in range(9):
+        step(cupy.asarray([1.0, 2.0]))
+    for each in kept:
+        each.synchronize()
+    assert step.statistics().replays, step.explain()
+
+
+def test_numbers_are_compared_bit_by_bit_in_one_launch(make: Make, cupy: Any) -> None:
+    def f(x: Any) -> Any:
+        y = x * 2.0
+        for place in range(3):
+            y = y + (1.0 if float(x[place : place + 1].sum()) > 0.5 else 2.0)
+        return y, x[0:1].sum().get()
+
+    step = make(f)
+    for call in range(60):
+        x = cupy.asarray([1.0, (1.0, 0.0, -0.0, np.nan)[(call > 11) * call // 2 % 4], 1.0])
+        found, wanted = step(x), f(x)
+        assert found[0].get().tobytes() == wanted[0].get().tobytes(), call
+        assert found[1].tobytes() == wanted[1].tobytes() and found[1].flags.writeable, call
+    assert any(one.replays and "1 graph" in one.words for one in chains(step)), step.explain()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("how", ["event.record()", "cupy.cuda.get_current_stream().record(event)"])
+def test_an_event_that_outlives_the_call_is_recorded(
+    make: Make, cupy: Any, how: str, waits: bool
+) -> None:
+    event = cupy.cuda.Event()
+    space = {"cupy": cupy, "event": event}
+    exec(
+        f"def f(x):\n    y = x * {'float(x.sum())' if waits else '2.0'}\n    y.slow(0.02)\n"
+        f"    {how}\n    return y",
+        space,
+    )
+    step = make(space["f"])
+    for _ in range(9):
+        x, began = cupy.asarray([1.0, 2.0]), time.perf_counter()
+        step(x)
+        event.synchronize()
+        assert time.perf_counter() - began >= 0.02
+    assert "an event that outlives the call" in step.explain(), step.explain()
+
+
+@pytest.mark.parametrize("lines", ["with other:\n        ", "other.use()\n    "])
+@pytest.mark.parametrize("waits", [False, True])
+def test_work_on_a_stream_outside_of_the_capture_runs_once(
+    make: Make, cupy: Any, lines: str, waits: bool
+) -> None:
+    space = {"cupy": cupy, "count": cupy.zeros(2), "other": cupy.cuda.Stream()}
+    exec(
+        f"def f(x):\n    global count\n    y = x * {'float(x.sum())' if waits else '3.0'}\n"
+        "    here = cupy.cuda.get_current_stream()\n    here.synchronize()\n"
+        f"    {lines}count += 1.0; other.synchronize()\n    here.use()\n    return y + count",
+        space,
+    )
+    step = make(space["f"])
+    for call in range(9):
+        found = step(cupy.asarray([1.0, 2.0])).get()
+        np.testing.assert_array_equal(found, [4.0 + call, 7.0 + call])
+    assert "makes a stream current" in step.explain() and not step.statistics().replays
+
+
+def test_functions_of_the_host_are_called_once_in_each_call(make: Make, cupy: Any) -> None:
+    told: list[int] = []
+
+    def f(x: Any) -> Any:
+        y = x * float(x.sum())
+        cupy.cuda.get_current_stream().launch_host_func(told.append, 1)
+        return y
+
+    step = make(f, guard=False)
+    for call in range(9):
+        np.testing.assert_array_equal(step(cupy.asarray([1.0, 2.0])).get(), [3.0, 6.0])
+        assert len(told) == call + 1
+    assert "launch_host_func" in step.explain(), step.explain()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("float(x.sum())", "sum((x @ x).get())", "asarray(held).get()[0]"),
+        *("x[[1, 0]].get()[0]", "filled(x).get()[0]"),
+    ],
+)
 def test_a_refusal_that_the_function_catches_is_in_no_graph(
     make: Make, cupy: Any, line: str
 ) -> None:
     """CuPy refuses some calls in a capture without breaking it."""
-    space = {"asarray": cupy.asarray, "held": np.array([7.0])}
+
+    def filled(x: Any) -> Any:
+        y = x + 1.0
+        y.set(np.array([3.0, 4.0], "f4"))
+        return y
+
+    space = {"asarray": cupy.asarray, "held": np.array([7.0]), "filled": filled}
     source = f"""
 def f(x):
     try:

@@ -796,6 +796,8 @@ class Graphed(Guarded, Closeable):
     def _attach(self, captured: Captured, line: Line) -> None:
         """Makes a captured or restored graph the graph of a key."""
         captured.give = self._giver(captured)
+        if captured.chain is not None and captured.chain.at_end is not None:
+            captured.give = partial(_then, captured.give, captured.chain.at_end)
         line.captured = weakref.ref(captured)
 
     def save(self, *, check: bool = True) -> dict[str, str]:
@@ -1377,6 +1379,12 @@ def _other_modes(library: Library, before: Hashable) -> str:
     except NotGraphable as error:
         return str(error)
     return "" if now == before else "the modes of the library, such as its default type"
+
+
+def _then(give: Callable[..., Any], at_end: Callable[[], object], *args: Any) -> Any:
+    result = give(*args)
+    at_end()
+    return result
 
 
 def _itself(array: Any) -> Any:

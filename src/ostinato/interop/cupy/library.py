@@ -10,20 +10,28 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal
 
 import cupy
 import numpy as np
 
-from ostinato import Device, Graph, GraphCache, MemoryRange, Node, Stream
+from ostinato import Device, Graph, GraphCache, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import InputError, Status
 from ostinato.interop.captures import captured, explained, keep_programs, no_collection, of_capture
 from ostinato.interop.cupy.adopting import external_stream
-from ostinato.interop.cupy.waits import SegmentedRun, Surroundings, operations, replaced
+from ostinato.interop.cupy.waits import (
+    SegmentedRun,
+    StreamUse,
+    Surroundings,
+    operations,
+    replaced,
+)
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import ChainBuilder
 from ostinato.interop.reading.library import (
+    CaptureDisturbed,
     Devices,
     GraphedOptions,
     Library,
@@ -127,6 +135,7 @@ class CuPy(Library):
         self._writes = writes
         self._streams: dict[int, Stream] = {}
         self._side: Stream | None = None
+        self._outside: Any = None
         self._pool = cupy.cuda.MemoryPool(self._allocate)
         """The pool of all memory that is allocated in captures.  Only graphs use it, so the memory
         that a graph points at is never given to other arrays."""
@@ -200,13 +209,8 @@ class CuPy(Library):
         return self._side
 
     def run_beside(self, work: Callable[[], Any]) -> Any:
-        side, current = self._beside(), self.stream()
-        side.wait(current.record())
-        try:
-            with external_stream(side):
-                return work()
-        finally:
-            current.wait(side.record())
+        # On another stream, work of the function on blocking streams would not wait for the rest.
+        return work()
 
     # --- captures
     @contextmanager
@@ -236,17 +240,39 @@ class CuPy(Library):
 
             return run
 
-        table = operations(noted, noted, noted)
-        with self._capturing() as (side, around), replaced(table):
-            graph, result = captured(side, work, _explained)
+        def refuse(why: str) -> None:
+            refused.append(NotGraphable(why))
+            raise refused[-1]
+
+        thread = threading.get_ident()
+        with self._capturing() as (side, around):
+            use = StreamUse(side, lambda: threading.get_ident() == thread, refuse)
+            try:
+                with replaced(operations(noted, noted, noted, noted) | use.followed()):
+                    graph, result = captured(side, work, _explained)
+            except NotGraphable as error:
+                _settle(error)
+                if not (isinstance(error, CaptureDisturbed) and refused):
+                    raise
+                # Before a copy from the host CuPy makes calls that break the capture.
+                raise WaitsForDevice(_explained(refused[0])) from error
+        use.require_no_events()
         if refused:  # and the function went on in another way than it does eagerly
             raise WaitsForDevice(_explained(refused[0]))
         around.pointed_at(graph.nodes(), copies=True)
-        return self._finished(graph), result
+        return self._finished(graph, around), result
 
-    def _finished(self, graph: Graph) -> Graph:
+    def _finished(self, graph: Graph, around: Surroundings) -> Graph:
         """Returns a captured graph as one that keeps what its nodes use.  Raises NotGraphable."""
         nodes = graph.nodes()
+        kinds = {node.kind for node in every_node(nodes)}
+        if NodeKind.HOST in kinds:
+            raise NotGraphable(
+                "it calls a function of the host (launch_host_func), which CuPy does not keep for "
+                "a graph"
+            )
+        if NodeKind.MEM_ALLOC in kinds:
+            raise NotGraphable("it allocates with an asynchronous allocator of its own")
         drawing = _drawing(nodes)
         if drawing is not None:
             raise NotGraphable(
@@ -257,7 +283,7 @@ class CuPy(Library):
         cufft: Any = sys.modules.get("cupy.cuda.cufft")
         plans = [*living_objects(cufft.Plan1d, cufft.PlanNd)] if cufft else []
         # Adopted, since ostinato cannot read what CuPy's kernels point at.
-        owner = graph, self._pool, plans
+        owner = graph, self._pool, plans, around.constants
         adopted = Graph.adopt(self.device, int(graph.handle), owner=owner)
         self._graphs.add(graph)  # which the owner keeps
         keep_programs([(adopted, nodes)])
@@ -271,8 +297,14 @@ class CuPy(Library):
         current = self.stream()
         try:
             with self._capturing() as (side, around):
-                run = SegmentedRun(side, parts, around, self._finished, self.out_of_memory).run
-                return run(lambda: work(side)), None
+                finish = partial(self._finished, around=around)
+                if self._outside is None:
+                    self._outside = cupy.cuda.Stream(non_blocking=True)
+                how = side, current, self._outside, parts, around, finish, self.out_of_memory
+                return SegmentedRun(*how).run(lambda: work(side)), None
+        except NotGraphable as error:
+            _settle(error)
+            raise
         finally:
             current.wait(self._beside().record())
 
@@ -367,6 +399,17 @@ class CuPy(Library):
 
 def _explained(error: Exception) -> str:
     return explained(error, cupy, ".item(), .get(), a print, nonzero, a copy to the host")
+
+
+def _settle(error: NotGraphable) -> None:
+    """Clears errors that calls in a broken capture have left pending, which a library would raise
+    in its next call.  cuRAND has a CUDA runtime of its own, with errors of its own."""
+    runtime = cupy.cuda.runtime
+    with suppress(runtime.CUDARuntimeError):
+        runtime.deviceGetAttribute(-1, -1)  # CuPy clears the error that it raises
+    if "curand" in str(error).lower():
+        with suppress(Exception):
+            cupy.random.RandomState(0).rand(1)
 
 
 def _drawing(nodes: Sequence[Node]) -> Node | None:

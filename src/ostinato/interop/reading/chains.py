@@ -232,6 +232,8 @@ class Chain:
     graph comes after those of the links."""
     _begun: list[StepInside] = field(default_factory=list)
     """The steps that the replay under way has begun."""
+    at_end: Callable[[], object] | None = None
+    """Called when the call has its result: it waits for the device as the call's own waits do."""
     settled: list[tuple[Any, str, Any]] = field(default_factory=list)
     """The gradients at the end of the call that are others than those at its last step of Python,
     as `Library.attached` lists them."""
@@ -411,6 +413,8 @@ class ChainBuilder:
         """Called before the copies of the outputs are captured; the library sets it."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Returns a block in which the function runs; the library sets it."""
+        self.at_end: Callable[[], object] | None = None
+        """`Chain.at_end`, if the library sets it."""
         self.graphs: list[Graph] = []
         self.links: list[ChainLink] = []
         self.constants: list[Any] = []
@@ -482,7 +486,7 @@ class ChainBuilder:
             empty = Graph.create(device)
             empty.add_empty()
             executable = empty.instantiate()
-        chain = Chain(links, numbers, constants=self.constants)
+        chain = Chain(links, numbers, constants=self.constants, at_end=self.at_end)
         for step in self._inside:
             try:
                 at = step.found_in([*[link.executable for link in links], executable])

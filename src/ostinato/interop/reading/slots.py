@@ -271,6 +271,8 @@ class Maker:
         library, prepared = self._subject.library, made.prepared
         for index in self.changed(prepared.inputs, prepared.versions):
             library.copy(call.leaves[index], prepared.inputs[index])
+        if made.links.at_end is not None:
+            made.links.at_end()
 
     def whole(self, made: ChainRun, call: ReadCall) -> Any:
         """Returns the result of a run of which no chain was made."""
@@ -315,8 +317,8 @@ class Maker:
         captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs], mover
         if mover is not None:
-            begins = chain.links[0].executable if chain.links else executable
-            assert begins is not None, "the first graph has the copies of the inputs"
+            every = [*[link.executable for link in chain.links], executable]
+            begins = next(each for each in every if each is not None)
             moves = Moves(
                 begins.graph.nodes(), len(made.prepared.inputs), made.moved, links.further
             )

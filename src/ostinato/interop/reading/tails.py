@@ -46,6 +46,9 @@ class _Known:
 
     value: Any
 
+    def __repr__(self) -> str:
+        return f"_Known({id(self.value)})"  # the text of an array waits for the device
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attribute:
