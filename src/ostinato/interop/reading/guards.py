@@ -22,6 +22,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import enum
 import functools
 import itertools
 import operator
@@ -48,6 +49,7 @@ from ostinato.interop.reading.objects import (
 )
 from ostinato.interop.reading.places import (
     ReadPlace,
+    acts,
     data_in,
     data_of,
     forget_methods,
@@ -331,8 +333,9 @@ class Guards:
             types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
         ] = weakref.WeakKeyDictionary()
         """Functions that the function may call, with their code and the places in it."""
-        self.given: Sequence[types.FunctionType | type] = ()
-        """The functions and classes among the arguments of the call that is read."""
+        self.given: Sequence[types.FunctionType | type | enum.Enum] = ()
+        """The functions, classes and members of enumerations among the arguments of the call that
+        is read."""
         self.places: tuple[ReadPlace, ...] = ()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
         """The functions that `places` were found in, with their code at that time."""
@@ -382,7 +385,7 @@ class Guards:
             self._visit_place(walker, place, (place.name,), met)
         walker.start()
         for given in self.given:
-            self._visit(walker, (given.__name__,), given, 0, met)
+            self._visit(walker, (getattr(given, "__name__", "an argument"),), given, 0, met)
         shown = {(*where, False) for where in self._shown}
         for function, hardly in met.called:
             walker.function((function.__name__,), function)
@@ -444,8 +447,8 @@ class Guards:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
-        functions = type(value) is tuple and types.FunctionType in map(type, value)
-        if not functions and is_plain(value, library.plain):
+        plain = is_plain(value, library.plain)
+        if plain and (type(value) is types.FunctionType or not acts(value)):
             walker.plain(path, value)
             return
         watch = self.watch(value)
@@ -467,6 +470,9 @@ class Guards:
                 met.add(id(value))
             walker.container(path, value, *found)
             self._visit_all(walker, path, enumerate(found[1]), depth, met, inner)
+            if isinstance(value, dict):
+                keys = [key for key in value if type(key) not in ATOMS and acts(key)]
+                self._visit_all(walker, path, enumerate(keys), depth, met, inner)
             if type(value) not in _CONTAINERS and data_of(type(value), self._named):
                 self._visit_space(walker, path, type(value), depth, met)
             return
@@ -527,7 +533,10 @@ class Guards:
             keys = items[: len(value)]
             tokens = [plain_token(k) if is_plain(k, plain) else self.serial(k) for k in keys]
             head: Hashable = (kind, tuple(tokens) if paired else frozenset(tokens))
-            items = items[len(value) :] if paired else []
+            looked = [k for k in keys if acts(k) or not is_plain(k, plain)]
+            if not paired:
+                looked.sort(key=self.serial)
+            items = looked + items[len(value) :]
         else:
             head = kind, len(items)
         if len(value) > _MOST_ITEMS:
@@ -547,7 +556,9 @@ class Guards:
         if own_bases(kind):
             self._visit_methods(walker, kind, met, hardly=False)
             shared = data_of(kind, named - found.keys())
-        if inner and kind not in self._described:
+        if "__match_args__" in named:
+            named.update(getattr(kind, "__match_args__", ()))
+        if inner and not (kind in self._described or ("__dict__" in named and own_bases(kind))):
             names = named.intersection(found)
             inside = {name: found[name] for name in sorted(names)}
         else:
@@ -581,7 +592,7 @@ class Guards:
             special = _MAKING if hardly else frozenset()
             names = {
                 name
-                for name in (dir(kind) if among is None else among)
+                for name in (type.__dir__(kind) if among is None else among)
                 if name in named
                 or name in special
                 or (name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED)
@@ -737,7 +748,10 @@ _NUMPY = (np.ndarray, np.void)
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 _WRAPPERS = frozenset(
-    [UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary]
+    [
+        *(UserDict, UserList, ChainMap, weakref.WeakSet),
+        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+    ]
 )
 
 
@@ -794,7 +808,7 @@ def contents_of(value: Any) -> Hashable | None:
     kind: Any = type(value)
     if value is os.environ:
         return kind, frozenset(value.items())
-    if kind is set and all(map(is_plain, value)):
+    if kind is set and all(map(is_plain, value)) and not any(map(acts, value)):
         return kind, frozenset(map(plain_token, value))
     if kind is bytearray and len(value) <= _MOST:
         return kind, bytes(value)

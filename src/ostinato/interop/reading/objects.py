@@ -96,7 +96,8 @@ def of_standard_library(kind: type) -> bool:
 
 _OPEN = (
     *(types.SimpleNamespace, argparse.Namespace, threading.local),
-    *(UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+    *(UserDict, UserList, ChainMap, weakref.WeakSet),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import enum
 import functools
 import inspect
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.interop.reading.objects import Missing, of_standard_library
+from ostinato.interop.reading.trees import ATOMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,20 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
     return {name: held[name] for name in sorted(held.keys() & names)}
 
 
-_BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__"])
+_BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"])
 """Names of functions and attributes that take names of attributes as texts, or give all of them."""
+_TEXT = ("__str__", "__repr__", "__format__")
+_COPY = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+_CALLING = {
+    **dict.fromkeys(("count", "index", "remove"), ("__eq__",)),
+    **dict.fromkeys(("str", "repr", "format", "join"), _TEXT),
+    **dict.fromkeys(("copy", "deepcopy", "replace"), _COPY),
+    "hash": ("__hash__",),
+    "value": ("_value_",),
+    "dir": ("__dir__",),
+    "vars": ("__dict__",),
+}
+"""Names of functions and attributes, each with the special methods and attributes that it reads."""
 
 
 def texts_in(constants: Iterable[object]) -> set[str]:
@@ -200,7 +214,6 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
     named: dict[str, None] = {}
     attributes: set[str] = set()
     modules: dict[str, None] = {}
-    by_name = False
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             named[str(step.argval)] = None
@@ -208,7 +221,17 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
             attributes.add(str(step.argval))
         elif step.opname == "IMPORT_NAME" and step.argval:
             modules[str(step.argval)] = None
-        by_name |= step.opname == "MATCH_CLASS"
+        elif step.opname.startswith(("FORMAT_", "CONVERT_")):
+            attributes.update(_TEXT)
+        elif step.opname == "CONTAINS_OP" or step.argval in ("==", "!="):
+            attributes.update(("__eq__", "__ne__", "__hash__"))
+        elif step.opname == "MATCH_CLASS":
+            attributes.add("__match_args__")
+    if any(isinstance(constant, str) and "%" in constant for constant in code.co_consts):
+        attributes.update(_TEXT)
+    by_name = "__match_args__" in attributes
+    for name in _CALLING.keys() & attributes.union(named):
+        attributes.update(_CALLING[name])
     if by_name or not _BY_NAME.isdisjoint(attributes.union(named)):
         attributes |= texts_in(code.co_consts)
     if "globals" in named:
@@ -266,6 +289,17 @@ def methods_of(kind: type, names: Collection[str]) -> dict[str, Any]:
 def forget_methods() -> None:
     """Clears what is cached of methods; for a class whose method was replaced."""
     _method.cache_clear()
+
+
+def acts(value: Any) -> bool:
+    """True if a plain value is or holds what code may call or look into: a function, or a class or
+    a member of an enumeration of the user's."""
+    kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return any(type(each) not in ATOMS and acts(each) for each in value)
+    if isinstance(value, type):
+        return is_own(value)
+    return kind is types.FunctionType or (isinstance(value, enum.Enum) and bool(own_bases(kind)))
 
 
 @functools.lru_cache(maxsize=4096)
