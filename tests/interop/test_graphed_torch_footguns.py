@@ -1383,13 +1383,13 @@ def test_what_plain_values_hold(make: Any, kind: str, place: str) -> None:
 
     reads: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "tuple": (((0, lambda: Kept.by),), lambda held: held[0][1]()),
-        "set": (frozenset([lambda: Kept.by]), lambda held: [*held][0]()),
-        "key": ({lambda: Kept.by: 0}, lambda held: [*held][0]()),
+        "set": (frozenset([lambda: Kept.by]), lambda held: next(iter(held))()),
+        "key": ({lambda: Kept.by: 0}, lambda held: next(iter(held))()),
         "class": (Kept, lambda held: held.by),
         "class in a tuple": ((0, Kept), lambda held: held[1].by),
         "member": (Member.A, lambda held: held.by),
         "method of a member": (Member.A, lambda held: held.of_kept()),
-        "object": ({(Kept(), 0): 0}, lambda held: [*held][0][0].by),
+        "object": ({(Kept(), 0): 0}, lambda held: next(iter(held))[0].by),
     }
     Member.A.by = 2.0  # type: ignore[attr-defined]
     held, read = reads[kind]

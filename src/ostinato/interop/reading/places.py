@@ -294,12 +294,12 @@ def forget_methods() -> None:
 def acts(value: Any) -> bool:
     """True if a plain value is or holds what code may call or look into: a function, or a class or
     a member of an enumeration of the user's."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is tuple or kind is frozenset:
         return any(type(each) not in ATOMS and acts(each) for each in value)
-    if isinstance(value, type):
-        return is_own(value)
-    return kind is types.FunctionType or (isinstance(value, enum.Enum) and bool(own_bases(kind)))
+    if isinstance(value, enum.Enum):
+        return bool(own_bases(kind))
+    return kind is types.FunctionType or (issubclass(kind, type) and is_own(value))
 
 
 @functools.lru_cache(maxsize=4096)
