@@ -236,6 +236,16 @@ CALLED: dict[str, tuple[str, str]] = {
         "class {n}(enum.Enum): A = ((lambda: {e}),)",
         "{n}.A.value[0]()",
     ),
+    "a method of a record": (
+        "@dataclasses.dataclass\nclass Of{n}:\n    k: float = 1.0\n"
+        "    def go(self): return {e}\n{n} = [Of{n}()]",
+        "{n}[0].go()",
+    ),
+    "a property of a named tuple": (
+        "class Of{n}(collections.namedtuple('Of{n}', 'k')):\n    @property\n"
+        "    def go(self): return {e}\n{n} = Of{n}(1)",
+        "{n}.go",
+    ),
     "a method of an enumeration": (
         "class {n}(enum.Enum):\n    A = 1\n    def go(self): return {e}",
         "{n}.A.go()",

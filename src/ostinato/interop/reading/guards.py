@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ostinato.interop.reading.objects import (
+    MOST_ITEMS,
     Missing,
     Watch,
     WatchingLibrary,
@@ -58,6 +59,7 @@ from ostinato.interop.reading.places import (
     is_own,
     methods_of,
     names_in_method,
+    of_own_class,
     own_bases,
     own_names,
     places_of,
@@ -76,7 +78,6 @@ from ostinato.interop.reading.trees import (
 )
 
 _DEEPEST = 8
-_MOST_ITEMS = 1000
 _MOST = 4096
 """The most objects that are looked into, and the most bytes of a NumPy array that is compared."""
 
@@ -386,6 +387,8 @@ class Guards:
         walker.start()
         for given in self.given:
             self._visit(walker, (getattr(given, "__name__", "an argument"),), given, 0, met)
+            if isinstance(given, type):  # of an argument
+                self._visit_methods(walker, given, met, hardly=False)
         shown = {(*where, False) for where in self._shown}
         for function, hardly in met.called:
             walker.function((function.__name__,), function)
@@ -473,8 +476,10 @@ class Guards:
             if isinstance(value, dict):
                 keys = [key for key in value if type(key) not in ATOMS and acts(key)]
                 self._visit_all(walker, path, enumerate(keys), depth, met, inner)
-            if type(value) not in _CONTAINERS and data_of(type(value), self._named):
-                self._visit_space(walker, path, type(value), depth, met)
+            if type(value) not in _CONTAINERS and of_own_class(value):
+                self._visit_methods(walker, type(value), met, hardly=False)
+                if data_of(type(value), self._named):
+                    self._visit_space(walker, path, type(value), depth, met)
             return
         if hasattr(type(value), "__next__") and type(value).__module__ in _ITERATED:
             raise _Moving(in_words(path), value, "an iterator")
@@ -539,7 +544,7 @@ class Guards:
             items = looked + items[len(value) :]
         else:
             head = kind, len(items)
-        if len(value) > _MOST_ITEMS:
+        if len(value) > MOST_ITEMS:
             head, items = (kind, len(value)), []
         walker.items(path, value, head, items)
         self._visit_all(walker, path, enumerate(items), depth, met, True)
@@ -723,7 +728,7 @@ def code_token(function: types.FunctionType) -> Hashable:
 
 def size_of(value: Any) -> int | None:
     """Returns the length of a large table of plain values, whose items are not read; else None."""
-    if type(value) not in _CONTAINERS or len(value) <= _MOST_ITEMS:
+    if type(value) not in _CONTAINERS or len(value) <= MOST_ITEMS:
         return None
     first = itertools.islice(value.values() if type(value) is dict else value, 16)
     return len(value) if all(map(is_plain, first)) else None

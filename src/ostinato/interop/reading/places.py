@@ -298,7 +298,7 @@ def acts(value: Any) -> bool:
     if kind is tuple or kind is frozenset:
         return any(type(each) not in ATOMS and acts(each) for each in value)
     if isinstance(value, enum.Enum):
-        return bool(own_bases(kind))
+        return of_own_class(value)
     return kind is types.FunctionType or (issubclass(kind, type) and is_own(value))
 
 
@@ -306,6 +306,12 @@ def acts(value: Any) -> bool:
 def own_bases(kind: type) -> tuple[type, ...]:
     """Returns a class and its bases, without those of installed packages."""
     return tuple([base for base in kind.__mro__ if not _installed(base)])
+
+
+def of_own_class(value: object) -> bool:
+    """True if an object's class, or one that it inherits from, belongs to no installed package."""
+    kind: Any = type(value)
+    return bool(own_bases(kind))
 
 
 def own_names(kind: type) -> set[str]:

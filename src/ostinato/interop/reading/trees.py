@@ -230,9 +230,11 @@ def flatten(
 
 def code_in(tokens: Iterable[Hashable]) -> Iterator[types.FunctionType | type | enum.Enum]:
     """Yields the functions, the classes and the members of enumerations among the plain values that
-    have these tokens."""
+    have these tokens, and the classes of containers and other objects."""
     for token in tokens:
         if type(token) is tuple:
+            if token and isinstance(token[0], type) and made_in_python(token[0]):
+                yield token[0]
             value = token[1] if len(token) == 2 else None
             value = value.value if type(value) is Itself else value
             if isinstance(value, (*_IDENTITIES, enum.Enum)):
