@@ -17,7 +17,8 @@ from tests.interop.library import Lib
 Make = Callable[..., Graphed]
 
 HEAD = """
-import collections, contextvars, dataclasses, enum, functools, os, threading, types, weakref
+import collections, contextvars, dataclasses, enum, functools, os, string, threading, types
+import weakref
 
 class Space: pass
 
@@ -189,6 +190,12 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "float(f'{{{n}.a}}')",
         "{n}.a.t{n} = {v}",
     ),
+    "a descriptor": (
+        "class Kept{n}:\n    def __get__(self, value, kind): return self.d{n}\n"
+        "class Of{n}: k = Kept{n}()\nvars(Of{n})['k'].d{n} = 1.0\n{n} = [Of{n}()]",
+        "{n}[0].k",
+        "vars(Of{n})['k'].d{n} = {v}",
+    ),
     "an attribute by its name": (
         "{n} = Space(); {n}.a = Space(); {n}.a.g{n} = 1.0",
         "object.__getattribute__({n}.a, 'g{n}')",
@@ -245,6 +252,17 @@ CALLED: dict[str, tuple[str, str]] = {
         "class Of{n}(collections.namedtuple('Of{n}', 'k')):\n    @property\n"
         "    def go(self): return {e}\n{n} = Of{n}(1)",
         "{n}.go",
+    ),
+    "a method with a decorator of its own": (
+        "class Around{n}:\n    def __init__(self, f): self.f = f\n"
+        "    def __get__(self, value, kind): return lambda: self.f(value)\n"
+        "class Of{n}:\n    @Around{n}\n    def go(self): return {e}\n{n} = Of{n}()",
+        "{n}.go()",
+    ),
+    "a method of a base class of a package": (
+        "class Of{n}(string.Formatter):\n    def get_value(self, *given): return {e}\n"
+        "{n} = Of{n}().get_field",
+        "{n}('0', (), {{}})[0]",
     ),
     "a method of an enumeration": (
         "class {n}(enum.Enum):\n    A = 1\n    def go(self): return {e}",

@@ -53,9 +53,9 @@ from ostinato.interop.reading.places import (
     acts,
     data_in,
     data_of,
+    descriptors_of,
     forget_methods,
     functions_in_method,
-    has_descriptors,
     is_own,
     methods_of,
     names_in_method,
@@ -307,6 +307,7 @@ class _Methods(NamedTuple):
     found: dict[str, Any]
     functions: list[types.FunctionType]
     """The functions of the methods, and those that these call."""
+    descriptors: list[Any]
 
 
 def _drop(known: dict[int, _Known], key: int, reference: object) -> None:
@@ -446,6 +447,10 @@ class Guards:
             self._visit_space(walker, path, value, depth, met)
             return
         bound = _bound(value)
+        if type(value) is types.MethodType and not is_own(value.__func__):
+            owner = value.__self__  # the package's method may call methods of the user's class
+            kind: Any = owner if isinstance(owner, type) else type(owner)
+            self._named |= names_in_method(kind, value.__func__.__name__)
         if bound is not None and depth < _DEEPEST:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
@@ -606,12 +611,14 @@ class Guards:
             for name in sorted(names):
                 named |= names_in_method(kind, name)
                 functions += functions_in_method(kind, name)
-            if has_descriptors(kind, named):
+            descriptors = descriptors_of(kind, named)
+            if descriptors:
                 self._described.add(kind)
             found = methods_of(kind, names)
-            known = _Methods(len(named), names, found, functions)
+            known = _Methods(len(named), names, found, functions, descriptors)
             self._learned[kind, hardly] = known
         met.call(known.functions, hardly=hardly)
+        self._visit_all(walker, (kind.__qualname__,), enumerate(known.descriptors), 0, met, False)
         if found and (kind, hardly) not in met.kinds:
             met.kinds.add((kind, hardly))
             walker.methods(kind, found)

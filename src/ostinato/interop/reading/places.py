@@ -159,15 +159,16 @@ def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def has_descriptors(kind: type, names: Collection[str]) -> bool:
-    """True if descriptors of the user's make attributes of these names: they may read values that
-    are stored under any name."""
+def descriptors_of(kind: type, names: Collection[str]) -> list[Any]:
+    """Returns the descriptors of the user's that make attributes of these names: they may read what
+    they hold, and values of the object that are stored under any name."""
     found = [vars(base)[name] for base in own_bases(kind) for name in vars(base).keys() & names]
-    kinds: set[Any] = {*map(type, found)}
-    return any(
-        isinstance(getattr(each, "__get__", None), types.FunctionType) and is_own(each)
-        for each in kinds
-    )
+    getters: list[Any] = [getattr(type(each), "__get__", None) for each in found]
+    return [
+        each
+        for each, getter in zip(found, getters, strict=True)
+        if isinstance(getter, types.FunctionType) and is_own(getter)
+    ]
 
 
 def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]) -> dict[str, Any]:
