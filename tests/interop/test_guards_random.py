@@ -196,6 +196,17 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "{n}[0].k",
         "vars(Of{n})['k'].d{n} = {v}",
     ),
+    "which of two equal lists": (
+        "one{n}, two{n} = [1.0], [1.0]; {n} = one{n}",
+        "(1.0 if {n} is one{n} else 2.0)",
+        "{n} = one{n} if {v} == 1.0 else two{n}",
+    ),
+    "a list by two names": (
+        "{n} = [1.0]; two{n} = [{n}]\ndef get{n}():\n    {n}[0] = 2.0\n"
+        "    k = two{n}[0][0]\n    {n}[0] = 1.0\n    return k",
+        "get{n}()",
+        "two{n}[0] = {n} if {v} == 1.0 else [1.0]",
+    ),
     "an attribute by its name": (
         "{n} = Space(); {n}.a = Space(); {n}.a.g{n} = 1.0",
         "object.__getattribute__({n}.a, 'g{n}')",

@@ -178,6 +178,9 @@ class Reading(Walker):
 
     def __init__(self, serial: Callable[[object], int]) -> None:
         self._serial = serial
+        self._containers: dict[int, tuple[int, Any]] = {}
+        """The containers by address, each with its number; kept, so that none has the address of
+        one before."""
         self.tokens: list[Hashable] = []
         self.arrays: list[Any] = []
         self.starts: list[tuple[int, int]] = []
@@ -204,11 +207,18 @@ class Reading(Walker):
     def watched(self, path: Trail, watch: Watch) -> None:
         watch.read(self.tokens, self.arrays)
 
+    def _marked(self, container: Any, token: Hashable) -> Hashable:
+        """Returns the token of a container, with its number if it was met before: functions ask
+        whether two are one, and write one to read the other."""
+        count = len(self._containers)
+        number, _ = self._containers.setdefault(id(container), (count, container))
+        return token if number == count else (token, number)
+
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
-        self.tokens.append(head)
+        self.tokens.append(self._marked(value, head))
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
-        self.tokens.append(token)
+        self.tokens.append(self._marked(value, token))
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
         names = None if inside is None else tuple(inside)
