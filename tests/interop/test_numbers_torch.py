@@ -117,7 +117,7 @@ def test_operations_of_other_libraries_run_after_the_right_number_alone(
             for scale in [1] * 10 + [-1] * 3 + [1] * 3:
                 x = torch.ones(3, device=where) * scale
                 assert torch.equal(step(x), f(x))
-            assert step.statistics().replays > 4, step.explain()
+            assert step.statistics().replays > 2, step.explain()
 
 
 @pytest.mark.parametrize("name", ["special_zeta", "polygamma", "special_hermite_polynomial_h"])
