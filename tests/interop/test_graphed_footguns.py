@@ -646,7 +646,9 @@ class Scaling(collections.namedtuple("Scaling", ["x", "y"])):
         return lambda: self.x.line(SCALES["by"])
 
 
-@pytest.mark.parametrize("place", ["argument", "inside an argument", "static", "closure"])
+@pytest.mark.parametrize(
+    "place", ["argument", "inside an argument", "static", "inside a static one", "closure"]
+)
 @pytest.mark.parametrize("kind", [Batch, Scaling])
 def test_methods_of_containers(lib: Lib, make: Make, kind: Any, place: str) -> None:
     held = Batch(ones(lib)) if kind is Batch else Scaling(ones(lib), 0)
@@ -654,9 +656,11 @@ def test_methods_of_containers(lib: Lib, make: Make, kind: Any, place: str) -> N
     given: Any = held
     if place == "inside an argument":
         function, given = lambda given: given[0]["a"].scaled(), [{"a": held}]
+    elif place == "inside a static one":
+        function, given = lambda given: given.keys.scaled(), Cache(held)
     elif place == "closure":
         function, given = lambda x: held.scaled(), held.x
-    step = make(function, static=("given",) if place == "static" else ())
+    step = make(function, static=("given",) if "static" in place else ())
     try:
         for by, own in ((2.0, 2.0), (3.0, 2.0), (3.0, 5.0)):
             SCALES["by"], Batch.own = by, own

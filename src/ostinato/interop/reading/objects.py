@@ -200,6 +200,7 @@ class ObjectWatch:
         tokens.append((type(value), len(self.places), self._layout))
         for held in self.holders:
             tokens += [(plain_token(k), plain_token(v)) for k, v in self.plain_items(held)]
+        tokens += [(type(held[key]),) for held, key in (self.inner if self._own else ())]
         arrays += found
         for watch in self.watches:
             watch.read(tokens, arrays)
