@@ -175,6 +175,25 @@ def test_a_second_derivative_is_refused_by_name(pair: Pair) -> None:
     raise AssertionError(pair.step.explain())
 
 
+def test_a_result_that_keeps_its_gradient(make_chained: Make, where: str) -> None:
+    """As in pytorch/pytorch#91468."""
+
+    def f(x: Any) -> Any:
+        y = x.clone()
+        y.retain_grad()
+        return y * 2, y
+
+    step = make_chained(f, gradients="replay")
+    for call in range(5):
+        found = []
+        for function in (step, f):
+            x = drawn(call, needs=True, where=where)
+            z, y = function(x)
+            z.sum().backward()
+            found.append((x.grad, y.grad))
+        assert torch.equal(*[x for x, _ in found]) and torch.equal(*[y for _, y in found])
+
+
 def test_hooks_of_weights_and_modes(pair: Pair) -> None:
     seen: list[list[float]] = [[], []]
     for side, model in enumerate(pair.models):

@@ -566,6 +566,111 @@ def test_static_objects_that_make_their_arrays_at_the_first_call(
     assert step.statistics().replays > 10, step.explain()
 
 
+@pytest.mark.parametrize("kind", ["reference", "set", "values"])
+def test_objects_of_weak_references_end(lib: Lib, make: Make, kind: str) -> None:
+    """Whoever asks whether the object is there must get the answer of an eager call."""
+    kept = [Cache(3.0)]
+    made = {
+        "reference": weakref.ref,
+        "set": lambda one: weakref.WeakSet([one]),
+        "values": lambda one: weakref.WeakValueDictionary({"a": one}),
+    }
+    weak: Any = made[kind](kept[0])
+
+    def f(x: Array) -> Array:
+        if kind == "reference":
+            there = [one for one in [weak()] if one is not None]
+        else:
+            there = [*weak.values()] if kind == "values" else [*weak]
+        return x.line(sum(one.keys for one in there))
+
+    step = make(f)
+    for call in range(12):
+        if call == 6:
+            kept.clear()
+        np.testing.assert_array_equal(step(ones(lib)).numpy(), [3.0 if call < 6 else 0.0] * 4)
+    assert step.statistics().replays > 4, step.explain()
+
+
+class Written:
+    """A cache with a number of Python's, which says where the next value goes."""
+
+    def __init__(self, lib: Lib) -> None:
+        self.keys, self.place, self.options = [lib.array(np.zeros(4)) for _ in range(3)], 0, [1.0]
+
+    def write(self, x: Array) -> None:
+        self.keys[self.place].shift(self.options[0])
+
+
+@pytest.mark.parametrize("moved", ["by the function", "between calls", "seldom", "in a list"])
+def test_static_objects_with_numbers(lib: Lib, make: Make, moved: str) -> None:
+    def f(x: Array, cache: Written) -> Array:
+        cache.write(x)
+        if moved == "by the function":
+            cache.place = (cache.place + 1) % 3
+        return x.line(2.0)
+
+    step, x = make(f, static=("cache",)), ones(lib)
+    caches = Written(lib), Written(lib)
+    for call in range(12):
+        for function, cache in zip((f, step), caches, strict=True):
+            if moved == "between calls" or (moved == "seldom" and call == 6):
+                cache.place = (cache.place + 1) % 3
+            elif moved == "in a list" and call == 6:
+                cache.options[0] = 3.0
+            function(x, cache)
+        places = [[key.numpy() for key in cache.keys] for cache in caches]
+        np.testing.assert_array_equal(*places)
+        assert caches[0].place == caches[1].place
+    if moved in ("seldom", "in a list"):
+        assert step.statistics().replays > 6, step.explain()
+
+
+SCALES = {"by": 2.0}
+
+
+@dataclasses.dataclass
+class Batch:
+    """An argument with methods, which read what is no argument."""
+
+    x: Array
+    own = 2.0
+
+    def scaled(self) -> Array:
+        return self.x.line(SCALES["by"] * self.own)
+
+
+class Scaling(collections.namedtuple("Scaling", ["x", "y"])):
+    @property
+    def scaled(self) -> Callable[[], Array]:
+        return lambda: self.x.line(SCALES["by"])
+
+
+@pytest.mark.parametrize(
+    "place", ["argument", "inside an argument", "static", "inside a static one", "closure"]
+)
+@pytest.mark.parametrize("kind", [Batch, Scaling])
+def test_methods_of_containers(lib: Lib, make: Make, kind: Any, place: str) -> None:
+    held = Batch(ones(lib)) if kind is Batch else Scaling(ones(lib), 0)
+    function: Any = lambda given: given.scaled()  # noqa: E731
+    given: Any = held
+    if place == "inside an argument":
+        function, given = lambda given: given[0]["a"].scaled(), [{"a": held}]
+    elif place == "inside a static one":
+        function, given = lambda given: given.keys.scaled(), Cache(held)
+    elif place == "closure":
+        function, given = lambda x: held.scaled(), held.x
+    step = make(function, static=("given",) if "static" in place else ())
+    try:
+        for by, own in ((2.0, 2.0), (3.0, 2.0), (3.0, 5.0)):
+            SCALES["by"], Batch.own = by, own
+            for _ in range(4):
+                np.testing.assert_array_equal(step(given).numpy(), function(given).numpy())
+        assert step.statistics().replays >= 6, step.explain()
+    finally:
+        SCALES["by"], Batch.own = 2.0, 2.0
+
+
 def test_static_objects_that_grow(lib: Lib, make: Make) -> None:
     def f(x: Array, cache: Cache) -> Array:
         for one in cache.keys:

@@ -1353,6 +1353,59 @@ def test_private_attributes_that_other_methods_than_forward_read(make: Any, kind
     assert step.statistics().replays >= 8, step.explain()
 
 
+class Holding(torch.nn.Module):  # type: ignore[misc, unused-ignore]
+    """A layer that multiplies by what an attribute holds."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.held, self.read = held, read
+
+    def forward(self, x: Any) -> Any:
+        return x * self.read(self.held)
+
+
+@pytest.mark.parametrize("place", ["module", "argument"])
+@pytest.mark.parametrize(
+    "kind",
+    ["tuple", "set", "key", "class", "class in a tuple", "member", "method of a member", "object"],
+)
+def test_what_plain_values_hold(make: Any, kind: str, place: str) -> None:
+    """Functions, classes and members of enumerations are compared by identity, and hold state."""
+
+    class Kept:
+        by = 2.0
+
+    class Member(enum.Enum):
+        A = 1
+
+        def of_kept(self) -> float:
+            return Kept.by
+
+    reads: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        "tuple": (((0, lambda: Kept.by),), lambda held: held[0][1]()),
+        "set": (frozenset([lambda: Kept.by]), lambda held: next(iter(held))()),
+        "key": ({lambda: Kept.by: 0}, lambda held: next(iter(held))()),
+        "class": (Kept, lambda held: held.by),
+        "class in a tuple": ((0, Kept), lambda held: held[1].by),
+        "member": (Member.A, lambda held: held.by),
+        "method of a member": (Member.A, lambda held: held.of_kept()),
+        "object": ({(Kept(), 0): 0}, lambda held: next(iter(held))[0].by),
+    }
+    Member.A.by = 2.0  # type: ignore[attr-defined]
+    held, read = reads[kind]
+    x = torch.ones(3)
+    model: Any = torch.nn.Sequential(Holding(held, read))
+    given: tuple[Any, ...] = (x,)
+    if place == "argument":
+        model, given = lambda x, held: x * read(held), (x, held)
+    step = make(model)
+    for value in (2.0, 3.0, 5.0):
+        Kept.by = Member.A.by = value  # type: ignore[attr-defined]
+        check(step, model, *given)
+    if kind != "object" or place == "module":
+        assert step.statistics().replays >= 6, step.explain()
+
+
 class Hooking:
     """A hook with a state, which counts its calls if `counts`."""
 

@@ -17,7 +17,8 @@ from tests.interop.library import Lib
 Make = Callable[..., Graphed]
 
 HEAD = """
-import collections, contextvars, dataclasses, functools, os, threading, types, weakref
+import collections, contextvars, dataclasses, enum, functools, os, string, threading, types
+import weakref
 
 class Space: pass
 
@@ -136,6 +137,81 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "{n}['k']",
         "under{n}['k'] = {v}",
     ),
+    "an object in a set": (
+        "{n} = {{Space()}}\nfor each in {n}: each.k = 1.0",
+        "sum(each.k for each in {n})",
+        "for each in {n}: each.k = {v}",
+    ),
+    "an object in a weak set": (
+        "strong{n} = Space(); strong{n}.k = 1.0; {n} = weakref.WeakSet([strong{n}])",
+        "sum(each.k for each in {n})",
+        "strong{n}.k = {v}",
+    ),
+    "an object as a key": (
+        "{n} = {{Space(): 0}}\nfor each in {n}: each.k = 1.0",
+        "sum(each.k for each in {n})",
+        "for each in {n}: each.k = {v}",
+    ),
+    "a class in a tuple": (
+        "class Of{n}: k = 1.0\n{n} = ((0, Of{n}),)",
+        "{n}[0][1].k",
+        "Of{n}.k = {v}",
+    ),
+    "a member of an enumeration": (
+        "class Enum{n}(enum.Enum): A = 1\n{n} = Enum{n}.A; {n}.k = 1.0",
+        "{n}.k",
+        "{n}.k = {v}",
+    ),
+    "a list in an enumeration": (
+        "class {n}(enum.Enum): A = [1.0]",
+        "{n}.A.value[0]",
+        "{n}.A.value[0] = {v}",
+    ),
+    "all attributes of an object": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.all{n} = 1.0",
+        "sum(vars({n}.a).values())",
+        "{n}.a.all{n} = {v}",
+    ),
+    "an attribute in a pattern": (
+        "class Of{n}: __match_args__ = ('m{n}',)\n{n} = Space(); {n}.a = Of{n}()\n"
+        "{n}.a.m{n} = 1.0\ndef get{n}():\n    match {n}.a:\n        case Of{n}(k): return k",
+        "get{n}()",
+        "{n}.a.m{n} = {v}",
+    ),
+    "what a comparison reads": (
+        "class Of{n}:\n    def __eq__(self, other): return self.e{n} == other\n"
+        "    __hash__ = None\n{n} = Space(); {n}.a = Of{n}(); {n}.a.e{n} = 1.0",
+        "(1.0 if {n}.a == 1.0 else 2.0)",
+        "{n}.a.e{n} = {v}",
+    ),
+    "what a text is made of": (
+        "class Of{n}:\n    def __str__(self): return str(self.t{n})\n"
+        "{n} = Space(); {n}.a = Of{n}(); {n}.a.t{n} = 1.0",
+        "float(f'{{{n}.a}}')",
+        "{n}.a.t{n} = {v}",
+    ),
+    "a descriptor": (
+        "class Kept{n}:\n    def __get__(self, value, kind): return self.d{n}\n"
+        "class Of{n}: k = Kept{n}()\nvars(Of{n})['k'].d{n} = 1.0\n{n} = [Of{n}()]",
+        "{n}[0].k",
+        "vars(Of{n})['k'].d{n} = {v}",
+    ),
+    "which of two equal lists": (
+        "one{n}, two{n} = [1.0], [1.0]; {n} = one{n}",
+        "(1.0 if {n} is one{n} else 2.0)",
+        "{n} = one{n} if {v} == 1.0 else two{n}",
+    ),
+    "a list by two names": (
+        "{n} = [1.0]; two{n} = [{n}]\ndef get{n}():\n    {n}[0] = 2.0\n"
+        "    k = two{n}[0][0]\n    {n}[0] = 1.0\n    return k",
+        "get{n}()",
+        "two{n}[0] = {n} if {v} == 1.0 else [1.0]",
+    ),
+    "an attribute by its name": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.g{n} = 1.0",
+        "object.__getattribute__({n}.a, 'g{n}')",
+        "{n}.a.g{n} = {v}",
+    ),
 }
 """How something is made that holds a number, how it is read, and how it is changed."""
 
@@ -152,6 +228,11 @@ ARRAYS: dict[str, tuple[str, str, str]] = {
         "{n}[1].w[0]",
         "{n}[1].w[0] = LIB.array([{v}] * 4)",
     ),
+    "an array in a set": (
+        "{n} = {{Space()}}\nfor each in {n}: each.w = LIB.array([1.0] * 4)",
+        "[*{n}][0].w",
+        "for each in {n}: each.w = LIB.array([{v}] * 4)",
+    ),
 }
 """The same of something that holds an array."""
 
@@ -166,6 +247,38 @@ CALLED: dict[str, tuple[str, str]] = {
     "a generator": ("def {n}():\n    yield {e}", "next({n}())"),
     "a function in a list": ("{n} = [None, lambda: {e}]", "{n}[1]()"),
     "a function in a dict": ("{n} = {{'f': lambda: {e}}}", "{n}['f']()"),
+    "a function in a set": ("{n} = {{lambda: {e}}}", "[*{n}][0]()"),
+    "a function as a key": ("{n} = {{(lambda: {e}): 0}}", "[*{n}][0]()"),
+    "a function in nested tuples": ("{n} = ((0, (lambda: {e})),)", "{n}[0][1]()"),
+    "a function in an enumeration": (
+        "class {n}(enum.Enum): A = ((lambda: {e}),)",
+        "{n}.A.value[0]()",
+    ),
+    "a method of a record": (
+        "@dataclasses.dataclass\nclass Of{n}:\n    k: float = 1.0\n"
+        "    def go(self): return {e}\n{n} = [Of{n}()]",
+        "{n}[0].go()",
+    ),
+    "a property of a named tuple": (
+        "class Of{n}(collections.namedtuple('Of{n}', 'k')):\n    @property\n"
+        "    def go(self): return {e}\n{n} = Of{n}(1)",
+        "{n}.go",
+    ),
+    "a method with a decorator of its own": (
+        "class Around{n}:\n    def __init__(self, f): self.f = f\n"
+        "    def __get__(self, value, kind): return lambda: self.f(value)\n"
+        "class Of{n}:\n    @Around{n}\n    def go(self): return {e}\n{n} = Of{n}()",
+        "{n}.go()",
+    ),
+    "a method of a base class of a package": (
+        "class Of{n}(string.Formatter):\n    def get_value(self, *given): return {e}\n"
+        "{n} = Of{n}().get_field",
+        "{n}('0', (), {{}})[0]",
+    ),
+    "a method of an enumeration": (
+        "class {n}(enum.Enum):\n    A = 1\n    def go(self): return {e}",
+        "{n}.A.go()",
+    ),
     "a function of an object": ("{n} = Space(); {n}.f = lambda: {e}", "{n}.f()"),
     "a method": (
         "class Of{n}:\n    def go(self): return self.inner()\n    def inner(self): return {e}\n"
@@ -232,9 +345,22 @@ def programme(seed: int) -> tuple[str, list[str]]:
     return "\n".join(source), changes
 
 
-def run(lib: Lib, make: Make, seed: int) -> int:
+def of_one(kind: str) -> tuple[str, list[str]]:
+    """The same with one kind alone."""
+    made, read, change = (HOLDERS | ARRAYS).get(kind, HOLDERS["an object"])
+    source, known = [HEAD, made.format(n="H0")], read.format(n="H0")
+    if kind in CALLED:
+        around, call = CALLED[kind]
+        source.append(around.format(n="C0", e=f"({known})"))
+        known = call.format(n="C0")
+    line = f"x.line(1.0), {known}.line(2.0)" if kind in ARRAYS else f"[x.line({known})]"
+    source.append(f"def f(x):\n    return {line}")
+    return "\n".join(source), [change.format(n="H0", v=value) for value in (1.0, 2.0, 3.0)]
+
+
+def run(lib: Lib, make: Make, seed: int, kind: str | None = None) -> int:
     """Runs a program; how many replays there were."""
-    source, changes = programme(seed)
+    source, changes = programme(seed) if kind is None else of_one(kind)
     chance = random.Random(seed)
     module = types.ModuleType(f"programme_{seed}")
     sys.modules[module.__name__] = module
@@ -261,6 +387,11 @@ def run(lib: Lib, make: Make, seed: int) -> int:
 def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
     replays = [run(lib, make, seed) for seed in range(20)]
     assert sum(number > 0 for number in replays) > 15, "most programs have something to replay"
+
+
+@pytest.mark.parametrize("kind", [*HOLDERS, *ARRAYS, *CALLED])
+def test_each_kind_alone(kind: str, lib: Lib, make: Make) -> None:
+    assert run(lib, make, 2, kind)
 
 
 @pytest.mark.slow

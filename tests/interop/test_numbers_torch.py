@@ -88,3 +88,45 @@ def test_what_may_have_another_result_runs_as_it_is(where: str) -> None:
         (_aten.bincount.default, places, x),  # sums in no fixed order
     ):
         assert by_numbers(func, args, {}, torch.device(where), list) is None, func
+
+
+@pytest.mark.parametrize("kind", ["by element", "a view"])
+def test_operations_of_other_libraries_run_after_the_right_number_alone(
+    kind: str, make_chained: Any, where: str
+) -> None:
+    """torch's tag and schema do not tell that it reads places from a tensor, or sends messages."""
+    name = f"ostinato_{kind.replace(' ', '_')}"
+    schema = "(Tensor x) -> Tensor" if kind == "by element" else "(Tensor(a) x) -> Tensor(a)"
+    tags = (torch.Tag.pointwise,) if kind == "by element" else ()
+    fails = torch.ops.aten.bincount.default
+
+    with torch.library._scoped_library(name, "DEF") as library:
+        library.define(f"looked_up{schema}", tags=tags)
+
+        def looked_up(x: Any) -> Any:
+            fails(x.long())  # raises an error for numbers below 0
+            return x if kind == "a view" else x + 1
+
+        library.impl("looked_up", looked_up, "CompositeExplicitAutograd")
+        operation = getattr(torch.ops, name).looked_up
+
+        def f(x: Any) -> Any:
+            y = x * 2
+            return operation(y) * 2 if (y >= 0).all() else y
+
+        with torch.no_grad():
+            step = make_chained(f)
+            for scale in [1] * 10 + [-1] * 3 + [1] * 3:
+                x = torch.ones(3, device=where) * scale
+                assert torch.equal(step(x), f(x))
+            assert step.statistics().replays > 2, step.explain()
+
+
+@pytest.mark.parametrize("name", ["special_zeta", "polygamma", "special_hermite_polynomial_h"])
+def test_operations_whose_time_depends_on_values_may_not_run_after_another_number(
+    name: str,
+) -> None:
+    from ostinato.interop.torch.numbers import is_harmless
+
+    operations = getattr(_aten, name)
+    assert not any(is_harmless(getattr(operations, each)) for each in operations.overloads())

@@ -13,6 +13,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
 from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
+from ostinato.interop.reading.places import of_own_class
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
     Tree,
@@ -161,7 +162,7 @@ class Arguments:
         known = watched.get(key)
         if known is not None and known[0]() is value:
             return known[1]
-        watch = ObjectWatch(value, self._library)
+        watch = ObjectWatch(value, self._library, own=of_own_class(value))
 
         def drop(gone: object) -> None:
             found = watched.get(key)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import enum
 import functools
 import itertools
 import operator
@@ -39,6 +40,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ostinato.interop.reading.objects import (
+    MOST_ITEMS,
     Missing,
     Watch,
     WatchingLibrary,
@@ -48,14 +50,16 @@ from ostinato.interop.reading.objects import (
 )
 from ostinato.interop.reading.places import (
     ReadPlace,
+    acts,
     data_in,
     data_of,
+    descriptors_of,
     forget_methods,
     functions_in_method,
-    has_descriptors,
     is_own,
     methods_of,
     names_in_method,
+    of_own_class,
     own_bases,
     own_names,
     places_of,
@@ -74,7 +78,6 @@ from ostinato.interop.reading.trees import (
 )
 
 _DEEPEST = 8
-_MOST_ITEMS = 1000
 _MOST = 4096
 """The most objects that are looked into, and the most bytes of a NumPy array that is compared."""
 
@@ -175,6 +178,9 @@ class Reading(Walker):
 
     def __init__(self, serial: Callable[[object], int]) -> None:
         self._serial = serial
+        self._containers: dict[int, tuple[int, Any]] = {}
+        """The containers by address, each with its number; kept, so that none has the address of
+        one before."""
         self.tokens: list[Hashable] = []
         self.arrays: list[Any] = []
         self.starts: list[tuple[int, int]] = []
@@ -201,11 +207,18 @@ class Reading(Walker):
     def watched(self, path: Trail, watch: Watch) -> None:
         watch.read(self.tokens, self.arrays)
 
+    def _marked(self, container: Any, token: Hashable) -> Hashable:
+        """Returns the token of a container, with its number if it was met before: functions ask
+        whether two are one, and write one to read the other."""
+        count = len(self._containers)
+        number, _ = self._containers.setdefault(id(container), (count, container))
+        return token if number == count else (token, number)
+
     def container(self, path: Trail, value: Any, head: Hashable, children: list[Any]) -> None:
-        self.tokens.append(head)
+        self.tokens.append(self._marked(value, head))
 
     def contents(self, path: Trail, value: Any, token: Hashable) -> None:
-        self.tokens.append(token)
+        self.tokens.append(self._marked(value, token))
 
     def other(self, path: Trail, value: Any, inside: dict[str, Any] | None, inner: bool) -> None:
         names = None if inside is None else tuple(inside)
@@ -304,6 +317,7 @@ class _Methods(NamedTuple):
     found: dict[str, Any]
     functions: list[types.FunctionType]
     """The functions of the methods, and those that these call."""
+    descriptors: list[Any]
 
 
 def _drop(known: dict[int, _Known], key: int, reference: object) -> None:
@@ -331,8 +345,9 @@ class Guards:
             types.FunctionType, tuple[types.CodeType, tuple[ReadPlace, ...]]
         ] = weakref.WeakKeyDictionary()
         """Functions that the function may call, with their code and the places in it."""
-        self.given: Sequence[types.FunctionType | type] = ()
-        """The functions and classes among the arguments of the call that is read."""
+        self.given: Sequence[types.FunctionType | type | enum.Enum] = ()
+        """The functions, classes and members of enumerations among the arguments of the call that
+        is read."""
         self.places: tuple[ReadPlace, ...] = ()
         self._codes: list[tuple[types.FunctionType, types.CodeType]] = []
         """The functions that `places` were found in, with their code at that time."""
@@ -382,7 +397,9 @@ class Guards:
             self._visit_place(walker, place, (place.name,), met)
         walker.start()
         for given in self.given:
-            self._visit(walker, (given.__name__,), given, 0, met)
+            self._visit(walker, (getattr(given, "__name__", "an argument"),), given, 0, met)
+            if isinstance(given, type):  # of an argument
+                self._visit_methods(walker, given, met, hardly=False)
         shown = {(*where, False) for where in self._shown}
         for function, hardly in met.called:
             walker.function((function.__name__,), function)
@@ -440,12 +457,16 @@ class Guards:
             self._visit_space(walker, path, value, depth, met)
             return
         bound = _bound(value)
+        if type(value) is types.MethodType and not is_own(value.__func__):
+            owner = value.__self__  # the package's method may call methods of the user's class
+            kind: Any = owner if isinstance(owner, type) else type(owner)
+            self._named |= names_in_method(kind, value.__func__.__name__)
         if bound is not None and depth < _DEEPEST:
             walker.container(path, value, (type(value),), bound)
             self._visit_all(walker, path, enumerate(bound), depth, met, inner)
             return
-        functions = type(value) is tuple and types.FunctionType in map(type, value)
-        if not functions and is_plain(value, library.plain):
+        plain = is_plain(value, library.plain)
+        if plain and (type(value) is types.FunctionType or not acts(value)):
             walker.plain(path, value)
             return
         watch = self.watch(value)
@@ -467,8 +488,13 @@ class Guards:
                 met.add(id(value))
             walker.container(path, value, *found)
             self._visit_all(walker, path, enumerate(found[1]), depth, met, inner)
-            if type(value) not in _CONTAINERS and data_of(type(value), self._named):
-                self._visit_space(walker, path, type(value), depth, met)
+            if isinstance(value, dict):
+                keys = [key for key in value if type(key) not in ATOMS and acts(key)]
+                self._visit_all(walker, path, enumerate(keys), depth, met, inner)
+            if type(value) not in _CONTAINERS and of_own_class(value):
+                self._visit_methods(walker, type(value), met, hardly=False)
+                if data_of(type(value), self._named):
+                    self._visit_space(walker, path, type(value), depth, met)
             return
         if hasattr(type(value), "__next__") and type(value).__module__ in _ITERATED:
             raise _Moving(in_words(path), value, "an iterator")
@@ -527,10 +553,13 @@ class Guards:
             keys = items[: len(value)]
             tokens = [plain_token(k) if is_plain(k, plain) else self.serial(k) for k in keys]
             head: Hashable = (kind, tuple(tokens) if paired else frozenset(tokens))
-            items = items[len(value) :] if paired else []
+            looked = [k for k in keys if acts(k) or not is_plain(k, plain)]
+            if not paired:
+                looked.sort(key=self.serial)
+            items = looked + items[len(value) :]
         else:
             head = kind, len(items)
-        if len(value) > _MOST_ITEMS:
+        if len(value) > MOST_ITEMS:
             head, items = (kind, len(value)), []
         walker.items(path, value, head, items)
         self._visit_all(walker, path, enumerate(items), depth, met, True)
@@ -547,7 +576,9 @@ class Guards:
         if own_bases(kind):
             self._visit_methods(walker, kind, met, hardly=False)
             shared = data_of(kind, named - found.keys())
-        if inner and kind not in self._described:
+        if "__match_args__" in named:
+            named.update(getattr(kind, "__match_args__", ()))
+        if inner and not (kind in self._described or ("__dict__" in named and own_bases(kind))):
             names = named.intersection(found)
             inside = {name: found[name] for name in sorted(names)}
         else:
@@ -581,7 +612,7 @@ class Guards:
             special = _MAKING if hardly else frozenset()
             names = {
                 name
-                for name in (dir(kind) if among is None else among)
+                for name in (type.__dir__(kind) if among is None else among)
                 if name in named
                 or name in special
                 or (name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED)
@@ -590,12 +621,14 @@ class Guards:
             for name in sorted(names):
                 named |= names_in_method(kind, name)
                 functions += functions_in_method(kind, name)
-            if has_descriptors(kind, named):
+            descriptors = descriptors_of(kind, named)
+            if descriptors:
                 self._described.add(kind)
             found = methods_of(kind, names)
-            known = _Methods(len(named), names, found, functions)
+            known = _Methods(len(named), names, found, functions, descriptors)
             self._learned[kind, hardly] = known
         met.call(known.functions, hardly=hardly)
+        self._visit_all(walker, (kind.__qualname__,), enumerate(known.descriptors), 0, met, False)
         if found and (kind, hardly) not in met.kinds:
             met.kinds.add((kind, hardly))
             walker.methods(kind, found)
@@ -712,7 +745,7 @@ def code_token(function: types.FunctionType) -> Hashable:
 
 def size_of(value: Any) -> int | None:
     """Returns the length of a large table of plain values, whose items are not read; else None."""
-    if type(value) not in _CONTAINERS or len(value) <= _MOST_ITEMS:
+    if type(value) not in _CONTAINERS or len(value) <= MOST_ITEMS:
         return None
     first = itertools.islice(value.values() if type(value) is dict else value, 16)
     return len(value) if all(map(is_plain, first)) else None
@@ -737,7 +770,10 @@ _NUMPY = (np.ndarray, np.void)
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
 _WRAPPERS = frozenset(
-    [UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary]
+    [
+        *(UserDict, UserList, ChainMap, weakref.WeakSet),
+        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+    ]
 )
 
 
@@ -794,7 +830,7 @@ def contents_of(value: Any) -> Hashable | None:
     kind: Any = type(value)
     if value is os.environ:
         return kind, frozenset(value.items())
-    if kind is set and all(map(is_plain, value)):
+    if kind is set and all(map(is_plain, value)) and not any(map(acts, value)):
         return kind, frozenset(map(plain_token, value))
     if kind is bytearray and len(value) <= _MOST:
         return kind, bytes(value)

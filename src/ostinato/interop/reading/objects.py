@@ -15,9 +15,10 @@ from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python
+from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python, plain_token
 
 _DEEPEST = 4
+MOST_ITEMS = 1000
 
 
 class Watch(ABC):
@@ -96,7 +97,8 @@ def of_standard_library(kind: type) -> bool:
 
 _OPEN = (
     *(types.SimpleNamespace, argparse.Namespace, threading.local),
-    *(UserDict, UserList, ChainMap, weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+    *(UserDict, UserList, ChainMap, weakref.WeakSet),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
 )
 
 
@@ -130,12 +132,13 @@ class ObjectWatch:
     """The arrays of an object, read again at each call from where they were found.
 
     The search is repeated if a container has more or fewer values, values of other types, or
-    another object in the place of one: caches are often None at first.  Plain values are not
-    compared, except those of the library's modules: the object was declared static.  The watch does
-    not keep the object alive."""
+    another object in the place of one: caches are often None at first.  Plain values are compared
+    if the object's class is the user's, and those of the library's modules.  The watch does not
+    keep the object alive."""
 
-    def __init__(self, value: object, library: WatchingLibrary) -> None:
-        self._library = library
+    def __init__(self, value: object, library: WatchingLibrary, *, own: bool) -> None:
+        """`own`: the object's class is the user's."""
+        self._library, self._own = library, own
         self._find(value)
 
     def _find(self, value: object) -> None:
@@ -194,10 +197,21 @@ class ObjectWatch:
         if found is None:
             self._find(value)
             found = [held[key] for held, key in self.places]
-        tokens.append((type(value).__qualname__, len(self.places), self._layout))
+        tokens.append((type(value), len(self.places), self._layout))
+        for held in self.holders:
+            tokens += [(plain_token(k), plain_token(v)) for k, v in self.plain_items(held)]
+        tokens += [(type(held[key]),) for held, key in (self.inner if self._own else ())]
         arrays += found
         for watch in self.watches:
             watch.read(tokens, arrays)
+
+    def plain_items(self, held: Any) -> list[tuple[Any, Any]]:
+        """Returns the plain values that are compared in a container, with their names or indices:
+        not those of a large one."""
+        items, plain = [*items_of(held)] if self._own else [], self._library.plain
+        if len(items) > MOST_ITEMS:
+            return []
+        return [(k, v) for k, v in items if is_plain(k, plain) and is_plain(v, plain)]
 
     def _as_before(self) -> list[Any] | None:
         """Returns the arrays from where they were found; None if the search must be repeated."""

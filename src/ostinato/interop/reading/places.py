@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import enum
 import functools
 import inspect
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.interop.reading.objects import Missing, of_standard_library
+from ostinato.interop.reading.trees import ATOMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +159,16 @@ def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def has_descriptors(kind: type, names: Collection[str]) -> bool:
-    """True if descriptors of the user's make attributes of these names: they may read values that
-    are stored under any name."""
+def descriptors_of(kind: type, names: Collection[str]) -> list[Any]:
+    """Returns the descriptors of the user's that make attributes of these names: they may read what
+    they hold, and values of the object that are stored under any name."""
     found = [vars(base)[name] for base in own_bases(kind) for name in vars(base).keys() & names]
-    kinds: set[Any] = {*map(type, found)}
-    return any(
-        isinstance(getattr(each, "__get__", None), types.FunctionType) and is_own(each)
-        for each in kinds
-    )
+    getters: list[Any] = [getattr(type(each), "__get__", None) for each in found]
+    return [
+        each
+        for each, getter in zip(found, getters, strict=True)
+        if isinstance(getter, types.FunctionType) and is_own(getter)
+    ]
 
 
 def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]) -> dict[str, Any]:
@@ -177,8 +180,20 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
     return {name: held[name] for name in sorted(held.keys() & names)}
 
 
-_BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__"])
+_BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"])
 """Names of functions and attributes that take names of attributes as texts, or give all of them."""
+_TEXT = ("__str__", "__repr__", "__format__")
+_COPY = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
+_CALLING = {
+    **dict.fromkeys(("count", "index", "remove"), ("__eq__",)),
+    **dict.fromkeys(("str", "repr", "format", "join"), _TEXT),
+    **dict.fromkeys(("copy", "deepcopy", "replace"), _COPY),
+    "hash": ("__hash__",),
+    "value": ("_value_",),
+    "dir": ("__dir__",),
+    "vars": ("__dict__",),
+}
+"""Names of functions and attributes, each with the special methods and attributes that it reads."""
 
 
 def texts_in(constants: Iterable[object]) -> set[str]:
@@ -200,7 +215,6 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
     named: dict[str, None] = {}
     attributes: set[str] = set()
     modules: dict[str, None] = {}
-    by_name = False
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             named[str(step.argval)] = None
@@ -208,7 +222,17 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
             attributes.add(str(step.argval))
         elif step.opname == "IMPORT_NAME" and step.argval:
             modules[str(step.argval)] = None
-        by_name |= step.opname == "MATCH_CLASS"
+        elif step.opname.startswith(("FORMAT_", "CONVERT_")):
+            attributes.update(_TEXT)
+        elif step.opname == "CONTAINS_OP" or step.argval in ("==", "!="):
+            attributes.update(("__eq__", "__ne__", "__hash__"))
+        elif step.opname == "MATCH_CLASS":
+            attributes.add("__match_args__")
+    if any(isinstance(constant, str) and "%" in constant for constant in code.co_consts):
+        attributes.update(_TEXT)
+    by_name = "__match_args__" in attributes
+    for name in _CALLING.keys() & attributes.union(named):
+        attributes.update(_CALLING[name])
     if by_name or not _BY_NAME.isdisjoint(attributes.union(named)):
         attributes |= texts_in(code.co_consts)
     if "globals" in named:
@@ -268,10 +292,27 @@ def forget_methods() -> None:
     _method.cache_clear()
 
 
+def acts(value: Any) -> bool:
+    """True if a plain value is or holds what code may call or look into: a function, or a class or
+    a member of an enumeration of the user's."""
+    kind: Any = type(value)
+    if kind is tuple or kind is frozenset:
+        return any(type(each) not in ATOMS and acts(each) for each in value)
+    if isinstance(value, enum.Enum):
+        return of_own_class(value)
+    return kind is types.FunctionType or (issubclass(kind, type) and is_own(value))
+
+
 @functools.lru_cache(maxsize=4096)
 def own_bases(kind: type) -> tuple[type, ...]:
     """Returns a class and its bases, without those of installed packages."""
     return tuple([base for base in kind.__mro__ if not _installed(base)])
+
+
+def of_own_class(value: object) -> bool:
+    """True if an object's class, or one that it inherits from, belongs to no installed package."""
+    kind: Any = type(value)
+    return bool(own_bases(kind))
 
 
 def own_names(kind: type) -> set[str]:

@@ -28,7 +28,7 @@ from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import GraphedOptions, Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.reading.places import ReadPlace
+from ostinato.interop.reading.places import ReadPlace, of_own_class
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import children_of, is_plain, plain_token
 from ostinato.lowlevel import NotLaunched, load_extension
@@ -227,12 +227,13 @@ class Checks:
                 raise Inexpressible
             arrays = []
             self.kind(value)
-            watch = ObjectWatch(value, library)
+            watch = ObjectWatch(value, library, own=of_own_class(value))
             for held in watch.holders:
                 if type(held) is list:
                     self.sequence(held, [*held])
                 elif type(held) is dict:
                     self.kinds(held)
+                    self.some_items(held, dict(watch.plain_items(held)))
                 elif type(held) is not tuple:
                     raise Inexpressible
             for held, key in watch.places + watch.inner:
@@ -293,6 +294,8 @@ class _Noting(Reading):
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
         super().variable(path, value, content)
+        if isinstance(value, weakref.ref) and content is not None:
+            raise Inexpressible  # checks would keep what it points at
         self._checks.reads(value, _Holds(content))
 
     def watched(self, path: Trail, watch: Watch) -> None:

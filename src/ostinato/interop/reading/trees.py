@@ -228,14 +228,21 @@ def flatten(
         flatten(child, f"{path}[{index}]", arrays, tokens, leaves)
 
 
-def code_in(tokens: Iterable[Hashable]) -> Iterator[types.FunctionType | type]:
-    """Yields the functions and the classes among the plain values that have these tokens."""
+def code_in(tokens: Iterable[Hashable]) -> Iterator[types.FunctionType | type | enum.Enum]:
+    """Yields the functions, the classes and the members of enumerations among the plain values that
+    have these tokens, and the classes of containers and other objects."""
     for token in tokens:
         if type(token) is tuple:
-            if len(token) == 2 and isinstance(token[1], _IDENTITIES):
-                yield token[1]
+            if token and isinstance(token[0], type) and made_in_python(token[0]):
+                yield token[0]
+            value = token[1] if len(token) == 2 else None
+            value = value.value if type(value) is Itself else value
+            if isinstance(value, (*_IDENTITIES, enum.Enum)):
+                yield value
             else:
                 yield from code_in(token)
+        elif type(token) is frozenset:
+            yield from sorted(code_in(token), key=id)
 
 
 class Leaf:

@@ -427,6 +427,8 @@ class Torch:
             return f"an attribute {given[0]!r}"
         if type(tensor) is not torch.Tensor:
             return f"its class ({type(tensor).__qualname__})"
+        if tensor.retains_grad:
+            return "that a backward gives it its gradient"
         return "that it requires gradients" if tensor.requires_grad else ""
 
     def attached(self, tensors: Sequence[torch.Tensor], /) -> list[tuple[Any, str, Any]]:
@@ -449,7 +451,9 @@ class Torch:
             for leaf in torch.utils._pytree.tree_leaves(result)
         )
 
-    without_gradient = staticmethod(torch.Tensor.detach)
+    @staticmethod
+    def without_gradient(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.retains_grad else tensor.detach()  # the former is `lost`
 
     def differentiable(self, function: Callable[..., Any], state: Sequence[Any]) -> Differentiated:
         self._captures.begin_backward()

@@ -38,14 +38,17 @@ def key_of(device: torch.device) -> Any:
 @functools.cache
 def is_harmless(func: Any) -> bool:
     """True for an operation that cannot fail or run without end, whatever its tensors hold: one
-    that reads no place or count from a tensor.  Those that are not known here are none.
+    that reads no place or count from a tensor.  Those that are not known here are none, and so are
+    all of other libraries, whatever their tags say.
 
     If it draws random numbers after another number than the chain's, they are drawn again: the
     generators are put back."""
     if func in _DRAWING:
         return True
-    if torch.Tag.nondeterministic_seeded in func.tags or "_polynomial_" in func.name():
-        return False  # polynomials of degrees that a tensor holds
+    if func.namespace != "aten" or any(word in func.name() for word in _LOOPING):
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
     return func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _HARMLESS
 
 
@@ -54,6 +57,9 @@ _DRAWING = {
     *(_aten.bernoulli_.float, _aten.native_dropout.default),
     *(_aten.rand.default, _aten.randn.default, _aten.rand_like.default, _aten.randn_like.default),
 }
+_LOOPING = "_polynomial_", "zeta", "polygamma"
+"""Words in the names of operations with a loop that is as long as a tensor says: a degree, or the
+distance from a number below 0, which can be 1e15."""
 _HARMLESS = {
     *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.dot, _aten.convolution),
     *(_aten.sum, _aten.mean, _aten.var, _aten.var_mean, _aten.linalg_vector_norm, _aten.prod),

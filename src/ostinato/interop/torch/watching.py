@@ -17,6 +17,7 @@ from ostinato.interop.reading.guards import Guarded
 from ostinato.interop.reading.library import NotGraphable
 from ostinato.interop.reading.objects import Missing, Watch, same, version_of
 from ostinato.interop.reading.places import (
+    acts,
     data_of,
     forget_methods,
     methods_of,
@@ -73,8 +74,8 @@ def _value(attribute: _Attribute) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """True if the value is compared here; guards look into functions."""
-    return type(value) is not types.FunctionType and is_plain(value, PLAIN)
+    """True if the value is compared here; guards look into functions and the like."""
+    return is_plain(value, PLAIN) and not acts(value)
 
 
 def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
