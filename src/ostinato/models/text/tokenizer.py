@@ -185,9 +185,9 @@ class IncrementalDecoder:
 
         Raises InputError for an id outside the vocabulary.
         """
-        spell, skipped = self._tokenizer.token_bytes, self._skipped
-        pieces = [b"" if token in skipped else spell(token) for token in tokens]
-        return self._emit(self._utf8.decode(b"".join(pieces)))
+        pieces = [(token, self._tokenizer.token_bytes(token)) for token in tokens]
+        shown = [piece for token, piece in pieces if token not in self._skipped]
+        return self._emit(self._utf8.decode(b"".join(shown)))
 
     def finish(self) -> str:
         """Returns the text held back, after the last token: U+FFFD for half a character, or ""."""
