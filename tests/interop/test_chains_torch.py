@@ -884,7 +884,8 @@ class TestOnGpu:
                 found = x.multinomial(3).float() + torch.randn(3, device="cuda")
             else:
                 found = torch.nn.functional.dropout(x, 0.5)[:3]
-            assert found.isfinite().all()
+            if not found.isfinite().all():  # pytest rewrites assertions
+                raise ValueError
             found = torch.cat([found, noise, torch.rand(2, device="cuda")])
             return (found, found.sum().item()) if returned else found
 

@@ -470,6 +470,13 @@ def test_enums_with_an_equality_of_their_own_are_text(make: Any) -> None:
     assert one != two and "Mode.ONE" in one
 
 
+def test_settings_of_torch_are_text(make: Any) -> None:
+    from ostinato.interop.reading.stored import text_of
+
+    library = make(torch.nn.Identity())._library
+    assert "BlasBackend" in text_of(library.modes(), library)
+
+
 def test_modules_are_described_by_names_in_the_order_of_their_guards(make: Any) -> None:
     from types import SimpleNamespace
 

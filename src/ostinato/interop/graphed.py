@@ -168,6 +168,8 @@ class Graphed(Guarded, Closeable):
         self._stepping = False
         """True if replays call methods of optimisers and the like in Python."""
         self._hot: tuple[ShortWay, ...] = ()
+        self._diverges = False
+        """True once there is a chain whose replays may diverge."""
         """The short ways that are valid now, for calls like the last ones."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
         """The `call` methods of the short ways."""
@@ -673,12 +675,18 @@ class Graphed(Guarded, Closeable):
         if self._options.results == "static":
             # The outputs themselves, but copies of those in the graph's inputs: the next call may
             # take these as other arguments, whose copies would overwrite each other.  Nor must the
-            # caller write what a chain has made once.
-            constants = captured.chain.constants if captured.chain is not None else ()
+            # caller write what a chain has made once.  Once there is a chain that may diverge, all
+            # are copies: a graph made after it may have its outputs where the chain works, and an
+            # argument there would be overwritten before the chain diverges.
+            chain = captured.chain
+            if chain is not None:
+                self._diverges |= any(wait.compared for wait in chain.waits)
+            constants = chain.constants if chain is not None else ()
             memory = [*map(library.storage, [*captured.inputs, *constants])]
-            for output in outputs:
+            for output, copied in zip(outputs, captured.clones, strict=True):
                 place = library.address(output)
-                hows.append(library.clone if any(m.holds(place) for m in memory) else _itself)
+                within = any(m.holds(place) for m in memory)
+                hows.append(library.clone if within or (copied and self._diverges) else _itself)
         else:
             moved = captured.moved
             if moved and len(moved) == len(outputs):

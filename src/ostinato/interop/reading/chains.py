@@ -214,9 +214,6 @@ class Chain:
     """The waits inside of the last graph; None if there are none."""
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
-    outputs: Sequence[Any] = ()
-    """Results in the memory of the graphs that callers keep (`results="static"`), which must be put
-    back if a replay diverges: one may be an argument of the same call."""
     constants: Sequence[Any] = ()
     """Arrays that are made once, and that the graphs read."""
     draws: bool = False
@@ -328,7 +325,7 @@ class Chain:
 
         Raises as `run`, with all that put back, except at StateLostError, and at Raised: nothing is
         put back after a step of Python."""
-        written = [*[state[i] for i in self.saved if i < len(state)], *self.outputs]
+        written = [state[i] for i in self.saved if i < len(state)]
         saved = [(array, library.clone(array)) for array in written]
         random = library.save_random() if self.draws else None
         self._begun.clear()

@@ -311,9 +311,6 @@ class Maker:
         # Other values of the waits than in the warm-up may lead to other writes.
         line.state |= self.changed(call.state, made.versions)
         self._note_saved(call, made, chain)
-        if subject.options.results != "clone" and any(wait.compared for wait in chain.waits):
-            pairs = zip(captured.outputs, captured.clones, strict=True)
-            chain.outputs = [output for output, copied in pairs if copied]
         captured.chain, captured.marks = chain, marks
         captured.owner = [graph.owner for graph in links.graphs], mover
         if mover is not None:

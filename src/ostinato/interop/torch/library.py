@@ -704,7 +704,8 @@ class Torch:
     # --- graphs in files
     stable: tuple[type, ...] = (
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-        *{type(read()) for read in _settings},  # enumerations of pybind11, which are no Enum
+        # Enumerations of pybind11 are no Enum.
+        *{type(read()) for read in (*_settings, *_libraries)},
     )
 
     def release(self) -> Hashable:
