@@ -133,7 +133,21 @@ class WholeWatch(StateWatch):
             yield "hooks", held
 
 
-class StepWatch(StateWatch):
+class _PartWatch(StateWatch):
+    """A part of such an object, which `read` and `note` know."""
+
+    def names(self) -> list[str]:
+        return []
+
+    def others(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def holders(self) -> Iterable[Any]:
+        self._find()
+        return super().holders()
+
+
+class StepWatch(_PartWatch):
     """The part of an object whose steps a replay makes in Python that graphs use: the parameters of
     an optimiser, whose gradients `zero_grad` sets, and the scale of a scaler."""
 
@@ -149,16 +163,6 @@ class StepWatch(StateWatch):
         found += [used[name] for name in _SCALES if used.get(name) is not None]
         tokens.append((StepWatch, type(self.object), len(found), used.get("_enabled")))
         arrays += found
-
-    def names(self) -> list[str]:
-        return []
-
-    def others(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-    def holders(self) -> Iterable[Any]:
-        self._find()
-        return super().holders()
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         self.read(tokens, arrays)
@@ -189,7 +193,7 @@ def _token(value: Any) -> Hashable:
     return plain_token(value) if is_plain(value, PLAIN) else Itself(value)
 
 
-class CountingWatch(WholeWatch):
+class CountingWatch(_PartWatch, WholeWatch):
     """An optimiser whose step may be in a graph (`counting`): all but the count of its steps; of
     its numbers the signs."""
 
@@ -215,16 +219,6 @@ class CountingWatch(WholeWatch):
         found, read, _ = self._parts()
         tokens.append((CountingWatch, len(read), *found))
         arrays += read
-
-    def names(self) -> list[str]:
-        return []
-
-    def others(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-    def holders(self) -> Iterable[Any]:
-        self._find()
-        return super().holders()
 
     def note(self, checks: Checks, tokens: list[Hashable], arrays: list[Any]) -> None:
         self.read(tokens, arrays)
