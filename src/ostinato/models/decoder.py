@@ -782,12 +782,13 @@ class Decoder(Closeable):
             self._ranks.note(call, again=True)
 
     def _agree(self, call: str, *, again: bool = True, steps: bool = True) -> None:
-        """Notes a call, and compares the calls of all ranks; if the call `steps`, while its step is
-        under way."""
+        """Notes a call, and compares the calls of all ranks: while the step of a call that `steps`
+        is under way on a GPU."""
         if self._ranks is not None:
             self._ranks.note(call, again=again)
             self._ranks.agree_calls()
-            if not steps:
+            # On the host, a step would first tell what follows from other calls: other collectives.
+            if not steps or self.device.capabilities.runs_host_functions:
                 self._ranks.agreed()
 
     def _end_run(self, by: str) -> None:
