@@ -678,10 +678,7 @@ class Graphed(Guarded, Closeable):
             # caller write what a chain has made once.  Once there is a chain that may diverge, all
             # are copies: a graph made after it may have its outputs where the chain works, and an
             # argument there would be overwritten before the chain diverges.
-            chain = captured.chain
-            if chain is not None:
-                self._diverges |= any(wait.compared for wait in chain.waits)
-            constants = chain.constants if chain is not None else ()
+            constants = captured.chain.constants if captured.chain is not None else ()
             memory = [*map(library.storage, [*captured.inputs, *constants])]
             for output, copied in zip(outputs, captured.clones, strict=True):
                 place = library.address(output)
@@ -803,9 +800,11 @@ class Graphed(Guarded, Closeable):
 
     def _attach(self, captured: Captured, line: Line) -> None:
         """Makes a captured or restored graph the graph of a key."""
+        chain = captured.chain
+        self._diverges |= chain is not None and any(wait.compared for wait in chain.waits)
         captured.give = self._giver(captured)
-        if captured.chain is not None and captured.chain.at_end is not None:
-            captured.give = partial(_then, captured.give, captured.chain.at_end)
+        if chain is not None and chain.at_end is not None:
+            captured.give = partial(_then, captured.give, chain.at_end)
         line.captured = weakref.ref(captured)
 
     def save(self, *, check: bool = True) -> dict[str, str]:

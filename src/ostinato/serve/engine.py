@@ -737,13 +737,17 @@ class ServingEngine(Closeable):
     def _say(self) -> None:
         """Makes the texts of all tokens that have none yet."""
         for number, entry in [*self._entries.items()]:
-            if count := len(entry.unsaid):
-                try:
-                    text, _ = self._text_of(entry)
-                except OstinatoError as error:
-                    self._end(number, End.FAILED, str(error))
-                else:
-                    self._note(number, entry, Update(text, count, entry.cached), urgent=False)
+            try:
+                self._note_unsaid(number, entry)
+            except OstinatoError as error:
+                self._end(number, End.FAILED, str(error))
+
+    def _note_unsaid(self, number: int, entry: _Entry) -> None:
+        """Notes the text of the entry's tokens that have none yet, if there are any.  Raises
+        OstinatoError."""
+        if count := len(entry.unsaid):
+            text, _ = self._text_of(entry)
+            self._note(number, entry, Update(text, count, entry.cached), urgent=False)
 
     def _note(self, number: int, entry: _Entry, update: Update, *, urgent: bool) -> None:
         self._updates.setdefault(number, (entry.listener, []))[1].append(update)
@@ -757,10 +761,8 @@ class ServingEngine(Closeable):
             return
         self._scheduler.end(number)
         self._ended_by[end] += 1
-        if count := len(entry.unsaid):
-            with suppress(OstinatoError):
-                text, _ = self._text_of(entry)
-                self._note(number, entry, Update(text, count, entry.cached), urgent=False)
+        with suppress(OstinatoError):
+            self._note_unsaid(number, entry)
         began = entry.began
         placed, first = (None if t is None else t - began for t in (entry.placed, entry.first))
         timing = Timing(placed, first, time.monotonic() - began, entry.tokens)

@@ -404,7 +404,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._keep_constants()
         kind: Any = (type(value), name)
         if counts and not given and kind not in self._known:
-            inner = self._counted(value, name, method, line)
+            refuse = functools.partial(self._known.add, kind)
+            inner = self._counted(value, method, line, refuse)
             if inner is not None:
                 return self._captured_step(inner, method)
         self._cut()
@@ -430,10 +431,10 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._start()
         return None
 
-    def _counted(self, value: Any, name: str, method: Any, line: str) -> CapturedStep | None:
+    def _counted(
+        self, value: Any, method: Any, line: str, refuse: Callable[[], object]
+    ) -> CapturedStep | None:
         """Returns the step of an optimiser as one that can be captured; None if it cannot."""
-        kind: Any = (type(value), name)
-        refuse = functools.partial(self._known.add, kind)
         try:
             return CapturedStep(value, method, line, self._is_there, refuse)
         except Exception as error:  # a step need not run with what a dry run gives it
