@@ -165,16 +165,22 @@ PROBES = {
     "#line 2\n#if HAS(<b.h>)",
     "from memory": '#include "memory.h"\n#if FOUND',
     "from a header": '#include "sub/asks.h"\n#if FOUND',
+    "plain of a header": '#include "sub/asks_plainly.h"\n#if FOUND',
 }
+FOLLOWED = {"literal", "angle", "splice", "absolute", "elif", "renumbered", "plain of a header"}
+"""The ways to ask whose answers are known, so that the code is kept on disk."""
 
 
 @pytest.mark.parametrize("probe", PROBES)
 def test_a_header_that_appears_or_goes(ask, tmp_path: Path, probe: str) -> None:
     write(tmp_path / "inc/sub/asks.h", "#define N <b.h>\n#define FOUND __has_include(N)\n")
+    plainly = '#if __has_include("../b.h") && !0 // beside it\n#define FOUND 1\n#endif\n'
+    write(tmp_path / "inc/sub/asks_plainly.h", plainly)
     text = f"{PROBES[probe]}\n{TWO}#else\n{ONE}#endif\n"
     headers = {"memory.h": "#define FOUND __has_include(<b.h>)\n"} if "memory" in text else None
     asked = ask(text, headers=headers)
     assert asked.before() == 1
+    assert len(list(asked.store.glob("*"))) == (probe in FOLLOWED)
     write(tmp_path / "inc/b.h", "")
     assert asked.after() == 2
     (tmp_path / "inc/b.h").unlink()

@@ -17,7 +17,7 @@ from ostinato.modules import CompileOptions, DiskStore, Source, ahead
 from ostinato.modules import compiler as compiler_module
 from ostinato.modules import nvrtc as nvrtc_module
 from ostinato.modules.compiler import compile_plan, confirmed, plan_compilation
-from ostinato.modules.nvrtc import CompilerFile, Opened, Reference, Toolchain, expected_file, locate
+from ostinato.modules.nvrtc import CompilerFile, Opened, Toolchain, expected_file, locate
 from tests.modules.cubin_loader import kernel_text, make_cache, needs_nvrtc
 from tests.processes import printed
 
@@ -424,24 +424,15 @@ def test_a_listing_that_a_full_disk_cut_is_none() -> None:
 
 
 @nvrtc
-def test_a_cut_list_of_references_is_none(monkeypatch) -> None:
-    text = "".join(f'#if __has_include("{n}.h")\n#endif\n' for n in range(5))
-    library = compiler_module.toolchain.library()
-    flags = ("--gpu-architecture=sm_90",)
-    found = library.references(text, "a.cu", {}, flags)
-    assert found == tuple(Reference("a.cu", 2 * n + 1, 5) for n in range(5))
-    with monkeypatch.context() as patch:
-        real = Path.read_bytes
-        patch.setattr(Path, "read_bytes", lambda path: real(path)[:-60])
-        assert library.references(text, "a.cu", {}, flags) is None
-    for wrong in ("#error\n", "/*", "// \\", "#line 3\n"):
-        assert library.references(text + wrong, "a.cu", {}, flags) is None
-
-
-@nvrtc
 def test_a_compiler_that_lists_nothing_still_compiles(monkeypatch, caplog) -> None:
     # As one would do that does not know the flags any more.
-    monkeypatch.setattr(nvrtc_module, "_to_front_end", lambda *options: ("--no-such-flag",))
+    real = nvrtc_module.Nvrtc._compile
+
+    def older(self, text, name, headers, flags, *rest):
+        known = tuple(flag.replace("-Xcudafe", "--no-such-flag") for flag in flags)
+        return real(self, text, name, headers, known, *rest)
+
+    monkeypatch.setattr(nvrtc_module.Nvrtc, "_compile", older)
     cache, loader = make_cache()
     for loads in (1, 2):  # nobody can tell whether a header has changed meanwhile
         assert cache.get_or_compile(TEXT, "k").name == "k"

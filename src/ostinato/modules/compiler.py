@@ -19,7 +19,6 @@ A plan is made for the compiler that is expected (`nvrtc`).  When something must
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import time
@@ -376,8 +375,7 @@ def _run(library: Nvrtc, plan: Plan, toolkit: Toolkit | None) -> tuple[Answer, O
     flags = (f"--gpu-architecture={arch}", *plan.flags, *(f"--include-path={f}" for f in search))
     begin = time.time_ns()
     answer = library.compile(*program, flags, plan.expressions, ptx=arch.startswith("compute_"))
-    references = functools.partial(library.references, *program, flags)
-    return answer, observe(answer.opened, source, plan.words, toolkit, begin, references)
+    return answer, observe(answer.opened, source, plan.words, toolkit, begin)
 
 
 def _failure(

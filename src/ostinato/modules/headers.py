@@ -1,8 +1,8 @@
 """The header files of a compilation: which were read, whether they changed, and the compiler's own.
 
-The compiler itself lists the files that it opened (`Answer.opened`) and the places where a source
-uses `__has_include` (`Nvrtc.references`).  From these follow the other places where a header would
-have been found first: a header that appears there makes the code outdated too.
+The compiler itself lists the files that it opened (`Answer.opened`).  From these, and from the
+names that `__has_include` asks for, follow the other places where a header would have been found
+first: a header that appears there makes the code outdated too.
 
     files     were read                               valid while their content is the same
     there     were found by __has_include             valid while they exist
@@ -16,6 +16,7 @@ digests.  They are no inputs, because the compiler's identity covers them.  A bu
 compilation reads is compared with its digest, and a folder that does not fit is unpacked again.
 
 `Inputs.unknown` is the reason if the inputs cannot be known; such code is used once and not stored.
+So is code that asks `__has_include` otherwise than for a name in a plain `#if` (through a macro).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, replace
 from itertools import takewhile
@@ -35,7 +36,7 @@ from typing import Any
 
 from ostinato import settings
 from ostinato.files import UntrustedError, open_regular
-from ostinato.modules.nvrtc import CompilerFile, Nvrtc, Opened, Reference
+from ostinato.modules.nvrtc import CompilerFile, Nvrtc, Opened
 from ostinato.modules.source import DIGEST_BYTES, Source, include_dirs, pre_includes
 from ostinato.records import dataclass
 
@@ -171,15 +172,16 @@ def _content_digest(data: bytes) -> bytes:
 _SETTLED_NS = 2_000_000_000
 
 _SPLICE = rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n"
-# The word, or an identifier that pasting (##) could complete to it.
-_MAY_ASK = rb"has_include|(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)"
-_NAMED = rb'\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s*\)'
-_PROBE = rb"__has_include" + _NAMED
-# In headers of the toolkit a macro passes the name on unchanged.
-_CALL = rb"\w+" + _NAMED
-_NO_PROBE = rb"(?:\bdefined\s*\(?|\bifn?def|\belifn?def)\s*\Z"
-# After these, the compiler reports line numbers and file names chosen by the text.
-_RENUMBERED = rb"(?s)(?:#|%:|\?\?=)(?:\s|/\*.*?\*/)*(?:line\b|\d)"
+_PASTE = rb"##|%:%:|\?\?=\?\?="
+# The start of the word, as an identifier that pasting could complete to it.
+_PIECE = rb"(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)"
+_PROBE = rb'__has_include\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s*\)'
+# A condition without a macro call, which could change the name.
+_PLAIN_LINE = (
+    rb"\s*#\s*(?:el)?if(?:n?def)?\b(?:[\s!&|]|\(|\)|defined\b|"
+    + re.sub(rb"\?P<\w+>", b"", _PROBE)
+    + rb"|\w+\b(?!\s*\())*(?://.*)?"
+)
 
 Stamp = tuple[int, int, int, int]
 
@@ -277,33 +279,26 @@ class Observation:
     damaged: bool
 
 
-_Asked = tuple[str, str | None]
-"""A header's name, and the folder of the file with the __has_include, if that is on disk."""
-
-
 def observe(
     opened: Sequence[Opened] | None,
     source: Source,
     words: Sequence[str],
     toolkit: Toolkit | None,
     begin: int,
-    find_references: Callable[[], Sequence[Reference] | None],
 ) -> Observation:
     """Returns the inputs of a compilation that began at `begin` (ns since 1970).
 
     `words`: its command line without the toolkit's folders, which are searched last.
     """
-    command_line = _bytes("\n".join(words))
-    texts = {source.name: _bytes(source.cuda or "")}
-    texts |= {name: _bytes(text) for name, text in source.headers.items()}
-    ambiguous = len(texts) <= len(source.headers)
+    texts = [*map(_bytes, ("\n".join(words), source.cuda or "", *source.headers.values()))]
     if opened is None:
         silent = Inputs(unknown="the compiler does not tell which headers it reads")
-        return Observation(silent, True, _may_ask([command_line, *texts.values()]), False)
+        return Observation(silent, True, _asked(texts) != set(), False)
     folders = include_dirs(words)
     files: list[InputFile] = []
     on_disk = dict.fromkeys(item.path for item in opened)
     settled, damaged, unknown = True, False, None
+    names: set[str] = set()
     for path in on_disk:
         file, data = _read(path, begin) or (None, b"")
         bundled = toolkit is not None and toolkit.owns(path)
@@ -314,21 +309,26 @@ def observe(
         else:
             files.append(file)
             settled = settled and file.stamp is not None
-        # Without other folders, bundled headers find only one another.
-        if file is not None and (folders or not bundled):
-            ambiguous = ambiguous or path in texts
-            texts[path] = data
-    references: Sequence[Reference] | None = ()
-    if _may_ask([command_line, *texts.values()]):
-        references = find_references()
-    names: set[_Asked] | None = set()
-    if references or references is None:
-        names = None if ambiguous else _names(references, texts, on_disk, source.headers, toolkit)
-    if names is None:
+        if not _inside(toolkit, path):
+            texts.append(data)
+        elif folders or not bundled:  # without other folders, these find only one another
+            names |= _probed(data)
+    asked = _asked(texts)
+    if asked is None:
         unknown = "it asks __has_include in a way that cannot be followed"
+    names |= asked or set()
     search = [*folders, *(toolkit.folders if toolkit is not None else ())]
     outside = ("",) if pre_includes(words) else ()
-    places = {*_earlier_places(opened, search, outside), *_asked_places(names or (), search)}
+    beside = dict.fromkeys(map(_parent, on_disk))
+    places = {
+        *_earlier_places(opened, search, outside),
+        *(name for name in names if _is_absolute(name)),
+        *(
+            f"{folder}/{name}"
+            for folder in (*beside, *search)
+            for name in names - {*source.headers}
+        ),
+    }
     there: set[str] = set()
     missing: set[str] = set()
     for place in map(_absolute, places):
@@ -340,7 +340,7 @@ def observe(
     root = None
     if toolkit is not None and toolkit.digests is None:
         inside = any(_inside(toolkit, file.path) for file in files)
-        root = toolkit.root if inside or references else None
+        root = toolkit.root if inside or asked != set() else None
     inputs = Inputs(
         files=tuple(sorted(files, key=lambda file: file.path)),
         there=tuple(sorted(there)),
@@ -348,7 +348,7 @@ def observe(
         toolkit=root,
         unknown=unknown,
     )
-    return Observation(inputs, settled, references is None or bool(references), damaged)
+    return Observation(inputs, settled, asked != set(), damaged)
 
 
 # ------------------------------------------------------------------------------ places for a header
@@ -373,52 +373,24 @@ def _earlier_places(
                 yield from takewhile(item.path.__ne__, (prefix + name for prefix in prefixes))
 
 
-def _asked_places(names: Iterable[_Asked], search: Sequence[str]) -> Iterable[str]:
-    """Yields the places where __has_include looks for these names."""
-    for name, beside in names:
-        if _is_absolute(name):
-            yield name
-        else:
-            folders = search if beside is None else (beside, *search)
-            yield from (f"{folder}/{name}" for folder in folders)
-
-
-def _names(
-    references: Sequence[Reference] | None,
-    texts: Mapping[str, bytes],
-    on_disk: Mapping[str, None],
-    memory: Mapping[str, str],
-    toolkit: Toolkit | None,
-) -> set[_Asked] | None:
-    """Returns the names given to __has_include; None if the texts do not show them."""
-    own = (text for path, text in texts.items() if not _inside(toolkit, path))
-    if references is None or any(re.search(_RENUMBERED, text) for text in own):
+def _asked(texts: Sequence[bytes]) -> set[str] | None:
+    """Returns the names that texts give to __has_include; None if they do not show all of them."""
+    spliced = [re.sub(_SPLICE, b"", text) for text in texts]
+    pasted = any(re.search(_PASTE, text) for text in spliced)
+    asks = rb"has_include|" + _PIECE if pasted else rb"has_include"
+    lines = [line for text in spliced for line in text.split(b"\n") if re.search(asks, line)]
+    if not all(re.fullmatch(_PLAIN_LINE, line) for line in lines):
         return None
-    names: set[_Asked] = set()
-    lines = {path: text.split(b"\n") for path, text in texts.items()}
-    for at in references:
-        trusted = _inside(toolkit, at.file)
-        if trusted and at.file not in texts:
-            continue
-        line = b"".join(lines.get(at.file, [])[at.line - 1 : at.line])
-        before, rest = line[: at.column - 1], line[at.column - 1 :]
-        # For a macro the compiler gives the place of its use, where the text is another.
-        match = re.match(_CALL if trusted else _PROBE, rest)
-        if match is not None:
-            name = os.fsdecode(match["angle"] or match["quote"])
-            if name not in memory:  # texts in memory are found before any file
-                names.add((name, _parent(at.file) if at.file in on_disk else None))
-        elif not (rest.startswith(b"__has_include") and re.search(_NO_PROBE, before)):
-            return None
-    return names
+    return set().union(*map(_probed, lines))
+
+
+def _probed(text: bytes) -> set[str]:
+    """Returns the names that a text gives to __has_include as they are."""
+    return {os.fsdecode(m["angle"] or m["quote"]) for m in re.finditer(_PROBE, text)}
 
 
 def _inside(toolkit: Toolkit | None, path: str) -> bool:
     return toolkit is not None and path.startswith(f"{toolkit.root}/")
-
-
-def _may_ask(texts: Iterable[bytes]) -> bool:
-    return any(re.search(_MAY_ASK, re.sub(_SPLICE, b"", text)) for text in texts)
 
 
 # ------------------------------------------------------------------------------------ files as such

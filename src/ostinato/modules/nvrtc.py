@@ -14,9 +14,9 @@ is loaded.
 NVRTC needs no driver and no GPU.  Calls release the GIL; any thread may call.
 
 The compiler itself lists the files that a compilation opened.  NVRTC passes `-Xcudafe` options to
-its front end, EDG's, which can list what it includes (`--trace_includes`), write that to a file
-(`--error_output`), and list every use of a name (`--xref`).  NVIDIA documents none of them; 12.0 to
-13.5 were seen to have them.  A compiler without them still compiles, with `opened` None.
+its front end, EDG's, which can list what it includes (`--trace_includes`), and write that to a file
+(`--error_output`).  NVIDIA documents neither; 12.0 to 13.5 were seen to have them.  A compiler
+without them still compiles, with `opened` None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import ctypes
 import functools
 import json
 import os
-import re
 import site
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +52,6 @@ _NOWHERE = "/proc/ostinato-memory"
 
 # The first and the last text that the compiler lists as included; both are its own.
 _FIRST, _LAST = "__nv_nvrtc_builtin_header.h", "__nv_name_map"
-_REFERENCE = rb"(?m)^[^\t\n]*\t__has_include\tR\t(?P<file>.*)\t(?P<line>\d+)\t(?P<column>\d+)$"
 
 _Program = ctypes.c_void_p
 _POINTER = ctypes.c_void_p
@@ -85,15 +83,6 @@ class Opened:
 
     path: str
     includer: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """A place where a text uses __has_include; line and column (in bytes) count from 1."""
-
-    file: str
-    line: int
-    column: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +164,8 @@ class Nvrtc:
         program = (text, name, headers)
         with suppress(OSError), TemporaryDirectory(prefix="ostinato-") as folder:
             listing = Path(folder, "opened")
-            tracing = _to_front_end("--trace_includes", f"--error_output={listing}")
+            options = ("--trace_includes", f"--error_output={listing}")
+            tracing = [word for option in options for word in ("-Xcudafe", option)]
             answer = self._compile(*program, (*flags, *tracing), expressions, ptx)
             read = listing.read_bytes() if listing.exists() else b""
             opened = _opened(read, headers, whole=not answer.status)
@@ -183,34 +173,6 @@ class Nvrtc:
                 return replace(answer, opened=opened)
         # There is no folder for the listing, or NVRTC refuses flags, perhaps those of the listing.
         return self._compile(*program, tuple(flags), expressions, ptx)
-
-    def references(
-        self, text: str, name: str, headers: Mapping[str, str], flags: Sequence[str]
-    ) -> tuple[Reference, ...] | None:
-        """Returns the uses of __has_include; None if the compiler does not list them.
-
-        Macros count at the place of their use.  Compiles nothing.
-        """
-        from tempfile import TemporaryDirectory
-
-        # ValueError: there is no reference, not even the last one.
-        with (
-            suppress(OSError, ValueError),
-            TemporaryDirectory(prefix="ostinato-") as folder,
-        ):
-            uses = Path(folder, "uses")
-            made = ("--dependencies", f"--output={folder}/made")  # so that no code is made
-            tracing = _to_front_end(*made, f"--xref={uses}")
-            # The compiler looks for this file last: a list without it is incomplete.
-            last = f'{text}\n#if __has_include("{_NOWHERE}/last")\n#endif\n'
-            self._compile(last, name, headers, (*flags, *tracing), (), False)
-            *found, end = (
-                Reference(os.fsdecode(m["file"]), int(m["line"]), int(m["column"]))
-                for m in re.finditer(_REFERENCE, uses.read_bytes())
-            )
-            if end.line == text.count("\n") + 2:
-                return tuple(found)
-        return None
 
     def _compile(
         self,
@@ -283,10 +245,6 @@ def _files_in_memory(headers: Mapping[str, str]) -> dict[str, str]:
         files[name] = f'#include "{_NOWHERE}/{number}"\n'
         files[f"{_NOWHERE}/{number}"] = _named(text, name)
     return files
-
-
-def _to_front_end(*options: str) -> tuple[str, ...]:
-    return tuple(word for option in options for word in ("-Xcudafe", option))
 
 
 def _opened(
