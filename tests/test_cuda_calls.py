@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -312,7 +313,8 @@ class Rig:
         device = core_device()
         monkeypatch.setattr(cuda_driver, "_import_device", lambda: lambda _: device)
         monkeypatch.setattr(cuda_driver, "Libcuda", lambda: Libcuda(str(path)))
-        monkeypatch.setattr(cuda_driver, "_start", lambda lib, ordinal: None)
+        monkeypatch.setattr(cuda_driver, "require_gpu", lambda lib, ordinal: None)
+        monkeypatch.setattr(cuda_driver, "StartingDriver", mock.Mock())
         self.driver = CudaDriver()
 
     def _number(self, name: str) -> Any:

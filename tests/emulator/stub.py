@@ -97,7 +97,8 @@ def stub_device(path: Path, capability: tuple[int, int] = (9, 0)) -> Iterator[St
     with (
         mock.patch.object(cuda_driver, "_import_device", lambda: lambda _: opened),
         mock.patch.object(cuda_driver, "Libcuda", lambda: Libcuda(str(path))),
-        mock.patch.object(cuda_driver, "_start", lambda lib, ordinal: None),
+        mock.patch.object(cuda_driver, "require_gpu"),
+        mock.patch.object(cuda_driver, "StartingDriver"),
         ost.open_device("cuda:0") as device,
     ):
         yield Stub(path, device)

@@ -101,7 +101,7 @@ class Answer:
 
 
 class Nvrtc:
-    """A loaded NVRTC.  `file`: the loaded file, as far as the system reports it.
+    """A loaded NVRTC.  `path`: that of cuda.pathfinder, also for a library loaded before by others.
 
     Raises OSError if the file cannot be loaded or is no NVRTC.
     """
@@ -117,7 +117,7 @@ class Nvrtc:
             self._dll.nvrtcGetErrorString.restype = _TEXT
         except AttributeError as error:
             raise OSError(f"{path} is no NVRTC: {error}") from None
-        self.file = _loaded_file(path_of_symbol(self._dll, "nvrtcVersion") or path, before)
+        self.file = _loaded_file(path, before)
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._ask("nvrtcVersion", byref(major), byref(minor))
         self.version = (major.value, minor.value)
@@ -417,31 +417,6 @@ def _remember(path: str) -> None:
         memory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = json.dumps({"path": path, "searched": searched}).encode()
         replace_file(memory, found, private=True)
-
-
-class _SymbolInfo(ctypes.Structure):
-    """Dl_info of dlfcn.h."""
-
-    _fields_ = (
-        ("path", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def path_of_symbol(library: ctypes.CDLL, name: str) -> str | None:
-    """Returns the file with a function of a loaded library, as the dynamic linker knows it."""
-    info = _SymbolInfo()
-    try:
-        function = ctypes.cast(library[name], ctypes.c_void_p)
-        tell = ctypes.CDLL(None).dladdr
-    except (AttributeError, OSError, TypeError):  # no such function; a system without dladdr
-        return None
-    tell.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    if not tell(function, ctypes.byref(info)) or not info.path:
-        return None
-    return os.fsdecode(info.path)
 
 
 def _file_or_none(path: str) -> CompilerFile | None:

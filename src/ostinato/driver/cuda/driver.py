@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ctypes import byref
@@ -35,6 +34,7 @@ from ostinato.driver.cuda.collecting import collect_modules
 from ostinato.driver.cuda.executables import ExecCalls
 from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words, require_gpu
 from ostinato.driver.cuda.modules import IMAGE_KINDS
+from ostinato.driver.cuda.starting import StartingDriver
 from ostinato.errors import (
     ContextPoisonedError,
     DriverError,
@@ -58,32 +58,18 @@ class CudaDriver(ExecCalls):
         if settings.COLLECT_MODULES.read():
             collect_modules()  # before anything is loaded
         lib = Libcuda()  # first: without it, importing cuda.core takes 0.5 s and 35 MB for nothing
-        # The driver takes as long to start as cuda.core to import, 0.2 s each: here in parallel.
-        answers: list[ctypes.c_int | Exception | None] = []
-
-        def start() -> None:
-            try:
-                answers.append(_start(lib, ordinal))
-            except Exception as error:
-                answers.append(error)
-
-        starting = threading.Thread(target=start, name="ostinato-open")
-        starting.start()
+        starting = StartingDriver(ordinal)  # it takes as long as the import of cuda.core, 0.2 s
         try:
             device_type = _import_device()
-        finally:
-            starting.join()
-        (started,) = answers
-        if isinstance(started, Exception):
-            raise started
-        try:
+            require_gpu(lib, ordinal)
             device = device_type(ordinal)
             device.set_current()
+        except OstinatoError:
+            raise
         except Exception as error:  # cuda.core raises its own CUDAError, and pathfinder's
             raise NoCudaError(f"cuda:{ordinal} cannot be opened ({error}); {INSTALL}") from error
         finally:
-            if started is not None:  # cuda.core holds the context from here on
-                lib["cuDevicePrimaryCtxRelease_v2"](started)
+            starting.release()
         context = ctypes.c_void_p()
         lib["cuCtxGetCurrent"](byref(context))
         if not context.value:
@@ -181,19 +167,6 @@ def _import_device() -> Any:
             f"cuda.core and cuda.bindings are not installed ({error}); {INSTALL}"
         ) from error
     return Device
-
-
-def _start(lib: Libcuda, ordinal: int) -> ctypes.c_int | None:
-    """Retains a device's primary context and returns the device, whose context must be released.
-
-    None if that failed: opening the device with cuda.core then raises the reason.
-    Raises NoCudaError.
-    """
-    require_gpu(lib, ordinal)
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    lib["cuDeviceGet"](byref(device), ordinal)
-    status = lib["cuDevicePrimaryCtxRetain"](byref(context), device)
-    return None if status else device
 
 
 def gpu_count() -> int:
