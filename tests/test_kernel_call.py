@@ -26,11 +26,12 @@ from ostinato.driver.api import (
     StreamHandle,
 )
 from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.cuda.frozen import raw_kernel
 from ostinato.driver.cuda.modules import ModuleCalls
 from ostinato.driver.launcher import (
     compiled,
     kernel_call,
-    kernel_node,
+    kernel_nodes,
     packer,
     set_nodes,
 )
@@ -384,8 +385,10 @@ def test_a_node_that_holds_the_bytes_is_not_set_again() -> None:
     addresses = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (take, cuda._current)]
     arguments = KernelArguments(bytes(16), (ParameterSlot(0, 8), ParameterSlot(8, 8)))
     params = KernelNodeParams(FunctionHandle(5), LaunchConfig(1, 1), arguments)
-    node = kernel_node((addresses[0], addresses[1]), CONTEXT, 1, 2, params)
-    assert node is not None
+    calls_of = addresses[0], addresses[1]
+    made_of = kernel_nodes(calls_of, CONTEXT, 1, [2], [0], raw_kernel(params))
+    assert made_of is not None
+    (node,) = made_of
 
     def made(place: int, raw: bytes) -> int:
         calls.clear()

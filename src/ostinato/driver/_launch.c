@@ -1174,47 +1174,6 @@ new_kernel_node(PyTypeObject *type, const NodeParams *params, Py_ssize_t count, 
     return self;
 }
 
-static PyObject *
-kernel_node_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"calls", "context", "executable", "node", "function", "grid", "block",
-                            "shared", "data", "offsets", NULL};
-    void *set, *current, *context, *executable, *node;
-    NodeParams params = {0};
-    const char *data;
-    Py_ssize_t size;
-    PyObject *offsets;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "(O&O&)O&O&O&O&O&O&O&y#O:KernelNode", names,
-                                     as_pointer, &set, as_pointer, &current, as_pointer, &context,
-                                     as_pointer, &executable, as_pointer, &node, as_pointer,
-                                     &params.function, as_dimensions, params.grid, as_dimensions,
-                                     params.block, as_u32, &params.shared, &data, &size, &offsets))
-        return NULL;
-    if (set == NULL || current == NULL) {
-        PyErr_SetString(PyExc_ValueError, "the address of a C function is 0");
-        return NULL;
-    }
-    int packed = offsets == Py_None;
-    if (!packed && !PyTuple_Check(offsets)) {
-        PyErr_SetString(PyExc_TypeError, "offsets are a tuple, or None for packed arguments");
-        return NULL;
-    }
-    KernelNode *self = new_kernel_node(type, &params, packed ? EXTRA_WORDS : PyTuple_Size(offsets),
-                                       data, (size_t)size, packed);
-    if (self == NULL)
-        return NULL;
-    self->set = (set_function)set;
-    self->current = (current_function)current;
-    self->context = self->params.context = context;
-    self->executable = executable;
-    self->node = node;
-    if (!packed && !point_into(self->words, offsets, (char *)self->data, size)) {
-        Py_DECREF(self);
-        return NULL;
-    }
-    return (PyObject *)self;
-}
-
 static void
 kernel_node_dealloc(PyObject *op)
 {
@@ -1369,13 +1328,8 @@ static PyGetSetDef kernel_node_getset[] = {
 };
 
 static PyType_Slot kernel_node_slots[] = {
-    {Py_tp_doc,
-     "KernelNode(calls, context, executable, node, function, grid, block, shared, data, offsets)"
-     "\n--\n\nA kernel node of an executable, with its argument bytes.  Not thread-safe.\n\n"
-     "`calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  `data`: "
-     "the argument bytes, which are copied; `offsets`: the offset of each argument, or None for "
-     "arguments that a library packed."},
-    {Py_tp_new, kernel_node_new},
+    {Py_tp_doc, "A kernel node of an executable, with its argument bytes.  Not thread-safe.\n\n"
+                "Made by `kernel_nodes`."},
     {Py_tp_dealloc, kernel_node_dealloc},
     {Py_tp_methods, kernel_node_methods},
     {Py_tp_getset, kernel_node_getset},
@@ -1924,7 +1878,8 @@ static PyMethodDef module_methods[] = {
     {"kernel_nodes", kernel_nodes, METH_VARARGS,
      "kernel_nodes($module, calls, context, executable, nodes, indices, records, shapes, data, "
      "layouts, /)\n--\n\nReturns a KernelNode of each of the `nodes` (handles) of an executable.\n\n"
-     "`calls`: as of KernelNode; `indices`: those of their contents in what read_nodes returned."},
+     "`calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent; `indices`: "
+     "those of their contents in what read_nodes returned."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -1944,7 +1899,7 @@ static PyType_Spec specs[TYPES] = {
     [PACKER] = SPEC(Packer, 0, packer_slots),
     [KERNEL_CALL] = SPEC(KernelCall, 0, kernel_call_slots),
     [FUNCTION_CALL] = SPEC(FunctionCall, 0, function_call_slots),
-    [KERNEL_NODE] = SPEC(KernelNode, 0, kernel_node_slots),
+    [KERNEL_NODE] = SPEC(KernelNode, Py_TPFLAGS_DISALLOW_INSTANTIATION, kernel_node_slots),
 };
 
 static int

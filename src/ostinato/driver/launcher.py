@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ostinato.driver.extension import load_extension
 from ostinato.driver.forking import new_lock
-from ostinato.driver.signature import Element, address_for
+from ostinato.driver.signature import Element, address_for, end_of
 from ostinato.errors import Status
 
 if TYPE_CHECKING:
     from ostinato.driver.api import (
         KernelArguments,
-        KernelNodeParams,
         KernelSetter,
         LaunchConfig,
         Pack,
@@ -234,7 +233,7 @@ def packer(codes: str, slots: Sequence[ParameterSlot], elements: Sequence[Elemen
     """
     if _extension is not None:
         offsets = tuple(slot.offset for slot in slots)
-        size = max((slot.offset + slot.size for slot in slots), default=0)
+        size = end_of(slots)
         taken = tuple([None if e is None else (e, e.space.raw) for e in elements])
         pack: Pack = _extension.Packer(codes, offsets, size, taken, address_for).pack
         return pack
@@ -287,28 +286,6 @@ def kernel_call(
     return call
 
 
-def kernel_node(
-    calls: tuple[int, int], context: int, executable: int, node: int, params: KernelNodeParams
-) -> KernelSetter | None:
-    """Returns a setter for a kernel node of an executable that calls the driver from C.
-
-    `calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  Returns None
-    without the extension, and for arguments that C does not take.
-    """
-    arguments, config = params.arguments, params.config
-    if _extension is None or (arguments.data and not (arguments.packed or arguments.layout)):
-        return None
-    offsets = None if arguments.packed else tuple([slot.offset for slot in arguments.layout])
-    sizes = (config.grid, config.block, config.shared)
-    try:
-        made: KernelSetter = _extension.KernelNode(
-            calls, context, executable, node, params.function, *sizes, arguments.data, offsets
-        )
-    except (OverflowError, ValueError):
-        return None
-    return made
-
-
 def kernel_nodes(
     calls: tuple[int, int],
     context: int,
@@ -317,8 +294,12 @@ def kernel_nodes(
     indices: Sequence[int],
     content: tuple[bytes, list[bytes], bytes, dict[int, bytes]],
 ) -> list[KernelSetter] | None:
-    """Does the work of `kernel_node` for kernels of a frozen graph: `indices` are those of their
-    contents in what `read_nodes` gave, with the layouts.  Returns None without the extension."""
+    """Returns setters for kernel nodes of an executable that call the driver from C.
+
+    `calls`: the addresses of cuGraphExecKernelNodeSetParams_v2 and cuCtxGetCurrent.  `indices`:
+    those of the nodes' contents in what `read_nodes` gave, with the layouts.  Returns None without
+    the extension.
+    """
     if _extension is None:
         return None
     made: list[KernelSetter] = _extension.kernel_nodes(

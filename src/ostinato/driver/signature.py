@@ -363,7 +363,7 @@ class Signature(_LaidOut):
                 f"({', '.join(p.name for p in self.parameters)}), {len(values)} were given"
             )
         layout = self.layout if layout is None else layout
-        data = bytearray(_end(layout))
+        data = bytearray(end_of(layout))
         for parameter, slot, value in zip(self.parameters, layout, values, strict=True):
             data[slot.offset : slot.offset + slot.size] = self.pack_one(parameter, value, space)
         return KernelArguments(bytes(data), layout)
@@ -787,13 +787,13 @@ def pack_untyped(
     """
     if len(values) != len(slots):
         raise InputError(f"the function takes {len(slots)} arguments, {len(values)} were given")
-    data = bytearray(_end(slots))
+    data = bytearray(end_of(slots))
     for index, (slot, value) in enumerate(zip(slots, values, strict=True)):
         data[slot.offset : slot.offset + slot.size] = pack_by_size(slot.size, value, index, space)
     return KernelArguments(bytes(data), tuple(slots))
 
 
-def _end(slots: Sequence[ParameterSlot]) -> int:
+def end_of(slots: Sequence[ParameterSlot]) -> int:
     """Returns the size of the packed parameter buffer in bytes."""
     return max((slot.offset + slot.size for slot in slots), default=0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import byref
 from typing import cast
 
@@ -22,9 +24,10 @@ from ostinato.driver.api import (
     UpdateVerdict,
 )
 from ostinato.driver.cuda import libcuda as cu
-from ostinato.driver.cuda.frozen import CudaFrozenGraph
+from ostinato.driver.cuda.frozen import CudaFrozenGraph, raw_kernel
 from ostinato.driver.cuda.graphs import GraphCalls
-from ostinato.driver.launcher import kernel_node, kernel_nodes, prepare
+from ostinato.driver.launcher import kernel_nodes, prepare
+from ostinato.driver.signature import end_of
 from ostinato.errors import DriverError, Status
 
 # CUgraphInstantiateResult in words
@@ -109,9 +112,16 @@ class ExecCalls(GraphCalls):
     def exec_prepare_kernel(
         self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
     ) -> KernelSetter | None:
-        if self._off is not None or not all(self._set_addresses):
+        data, layout = params.arguments.data, params.arguments.layout
+        fits = params.arguments.packed or end_of(layout) == len(data)
+        if self._off is not None or not all(self._set_addresses) or not fits:
             return None
-        return kernel_node(self._set_addresses, self._context, executable, node, params)
+        with suppress(struct.error):
+            content = raw_kernel(params)
+            calls, context = self._set_addresses, self._context
+            made = kernel_nodes(calls, context, executable, [node], [0], content)
+            return None if made is None else made[0]
+        return None
 
     def exec_prepare_kernels(
         self,

@@ -68,6 +68,7 @@ UNREAD = -1
 RawNodes: TypeAlias = tuple[bytes, list[bytes], bytes, list[tuple[int, int]]]
 """The records, the shapes, the argument bytes of all nodes, and index and kind of the others."""
 
+_RECORD = struct.Struct("=QQIIiI")
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
 _VALUE_BYTES = ctypes.sizeof(cu.LaunchAttributeValue)
@@ -84,6 +85,18 @@ def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
 def layout_from(raw: bytes) -> tuple[ParameterSlot, ...]:
     """Returns a layout from these bytes; the same object for equal ones."""
     return tuple(ParameterSlot(*pair) for pair in struct.iter_unpack("=2I", raw))
+
+
+def raw_kernel(params: KernelNodeParams) -> tuple[bytes, list[bytes], bytes, dict[int, bytes]]:
+    """Returns a kernel node as `read_nodes` gives a graph of one, with the layout of its function.
+
+    Raises struct.error for a number that the driver cannot take.
+    """
+    config, arguments, function = params.config, params.arguments, params.function
+    size = len(arguments.data)
+    record = _RECORD.pack(function, 0, size, 0, NodeKind.KERNEL, arguments.packed)
+    shape = _LAUNCH.pack(*config.grid, *config.block, config.shared)
+    return record, [shape], arguments.data, {function: layout_bytes(arguments.layout)}
 
 
 def read_nodes(
