@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import textwrap
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,21 +22,22 @@ from ostinato.driver.api import (
     ChildGraphNodeParams,
     ConditionalKind,
     ConditionalNodeParams,
+    Driver,
     Edge,
     EmptyNodeParams,
-    EventHandle,
     EventRecordNodeParams,
     ExecHandle,
+    FunctionCode,
     FunctionHandle,
     GraphHandle,
     Image,
     KernelArguments,
+    KernelTable,
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
     MemOpKind,
     MemsetNodeParams,
-    ModuleHandle,
     NodeHandle,
     NodeKind,
     StreamHandle,
@@ -44,7 +47,7 @@ from ostinato.driver.host.kernel import HostKernel, HostLaunch, host_kernel
 from ostinato.driver.host.memory import POISON
 from ostinato.errors import ContextPoisonedError, DriverError, InputError, OutOfMemoryError, Status
 from ostinato.testing import HeldStream
-from tests.contract.kernels import Rig, refused
+from tests.contract.kernels import Rig, arguments, refused
 from tests.processes import python
 
 
@@ -320,75 +323,68 @@ def test_every_unknown_handle_is_400(rig: Rig) -> None:
     live_node = rig.add(live, (), EmptyNodeParams())
     live_run = driver.graph_instantiate(live)
     params = rig.params("fill", x, 1.0, 4)
-    mode = CaptureMode.RELAXED
-    function = FunctionHandle(1)
+    table = KernelTable([params.function], [params.config], [()], [False], bytearray(), [0], [0])
+    gone: dict[str, int] = {
+        "StreamHandle": stream,
+        "EventHandle": event,
+        "ModuleHandle": module,
+        "GraphHandle": graph,
+        "NodeHandle": node,
+        "ExecHandle": run,
+        "FunctionHandle": 1,
+    }
+    given: dict[str, object] = {
+        "StreamHandle": s,
+        "EventHandle": driver.event_create(),
+        "GraphHandle": live,
+        "NodeHandle": live_node,
+        "ExecHandle": live_run,
+        "FunctionHandle": params.function,
+        "ModuleHandle": driver.module_load(Image("host")),
+        "str": "x",
+        "bool": True,
+        "LaunchConfig": params.config,
+        "KernelArguments": params.arguments,
+        "CaptureMode": CaptureMode.RELAXED,
+        "NodeParams": EmptyNodeParams(),
+        "Sequence[NodeHandle]": (),
+        "list[NodeHandle]": [],
+        "Sequence[Edge]": [],
+        "KernelTable": table,
+        "Sequence[tuple[int, Sequence[int]]]": [(0, ())],
+        "memoryview": memoryview(bytearray(4)),
+        "Callable[[], object]": print,
+        "FunctionCode": FunctionCode("x", "host"),
+        "dst": x,
+        "src": x,
+        "nbytes": 4,
+        "value": 0,
+        "element_size": 1,
+        "count": 4,
+        "threads": 1,
+        "shared": 0,
+    }
     calls: list[Callable[[], object]] = [
         prepared,
-        lambda: driver.stream_destroy(stream),
         lambda: driver.stream_destroy(StreamHandle(0)),
-        lambda: driver.stream_synchronize(stream),
-        lambda: driver.stream_query(stream),
-        lambda: driver.stream_wait_event(stream, event),
-        lambda: driver.stream_wait_event(s, event),
-        lambda: driver.memcpy(x, x, 4, stream),
-        lambda: driver.memset(x, 0, 1, 4, stream),
-        lambda: driver.memcpy_from_host(x, memoryview(b"1234"), stream),
-        lambda: driver.memcpy_to_host(memoryview(bytearray(4)), x, stream),
-        lambda: driver.launch_host_function(stream, print),
-        lambda: rig.launch("fill", x, 1.0, 4, stream=stream),
-        lambda: driver.stream_begin_capture(stream, mode),
-        lambda: driver.stream_begin_capture_to_graph(stream, live, (), mode),
-        lambda: driver.stream_begin_capture_to_graph(s, graph, (), mode),
-        lambda: driver.stream_end_capture(stream),
-        lambda: driver.stream_capture_info(stream),
-        lambda: driver.event_destroy(event),
-        lambda: driver.event_record(event, s),
-        lambda: driver.event_query(event),
-        lambda: driver.event_synchronize(event),
-        lambda: driver.event_elapsed(event, EventHandle(1)),
-        lambda: driver.module_unload(module),
-        lambda: driver.module_functions(module),
-        lambda: driver.module_function(ModuleHandle(int(graph)), "x"),
-        lambda: driver.function_info(function),
-        lambda: driver.function_load(function),
-        lambda: driver.function_allow_shared(function, 1),
-        lambda: driver.function_occupancy(function, 1, 0),
-        lambda: driver.launch_kernel(s, function, params.config, params.arguments),
-        lambda: driver.graph_destroy(graph),
-        lambda: driver.graph_clone(graph),
-        lambda: driver.graph_nodes(graph),
-        lambda: driver.graph_edges(graph),
-        lambda: driver.graph_add_node(graph, (), EmptyNodeParams()),
         lambda: driver.graph_add_node(live, [node], EmptyNodeParams()),
         lambda: driver.graph_add_node(live, (), ChildGraphNodeParams(graph)),
         lambda: driver.graph_add_node(live, (), EventRecordNodeParams(event)),
         lambda: driver.graph_add_edges(live, [Edge(node, live_node)]),
-        lambda: driver.graph_remove_node(node),
-        lambda: driver.node_in_clone(node, live),
-        lambda: driver.node_kind(node),
-        lambda: driver.node_params(node),
-        lambda: driver.node_set_params(node, EmptyNodeParams()),
-        lambda: driver.conditional_create(graph),
-        lambda: driver.graph_instantiate(graph),
-        lambda: driver.exec_destroy(run),
-        lambda: driver.exec_upload(run, s),
-        lambda: driver.exec_upload(live_run, stream),
-        lambda: driver.exec_launch(run, s),
-        lambda: driver.exec_launch(live_run, stream),
-        lambda: driver.exec_prepare_launch(run, s),
-        lambda: driver.exec_set_params(run, live_node, EmptyNodeParams()),
-        lambda: driver.exec_set_params(live_run, node, EmptyNodeParams()),
-        lambda: driver.exec_set_enabled(run, live_node, True),
-        lambda: driver.exec_enabled(run, live_node),
-        lambda: driver.exec_update(run, live),
-        lambda: driver.exec_update(live_run, graph),
         lambda: driver.exec_launch(ExecHandle(int(live)), s),  # a graph is no executable
         lambda: driver.graph_nodes(GraphHandle(int(live_run))),
         lambda: driver.node_kind(NodeHandle(int(live))),
     ]
-    for call in calls:
+    shortcuts = ("function_prepare_launch", "exec_prepare_kernel", "exec_prepare_kernels")
+    for call in {*vars(Driver)}.difference(shortcuts):
+        taken = getattr(inspect.getattr_static(Driver, call), "__annotations__", {})
+        for name in (n for n, kind in taken.items() if kind in gone and n != "return"):
+            wrong = arguments(call, given) | {name: gone[taken[name]]}
+            calls.append(partial(getattr(driver, call), **wrong))
+    assert len(calls) > 60
+    for made in calls:
         with refused(Status.INVALID_HANDLE):
-            call()
+            made()
 
 
 def test_bytes_nobody_owns_are_refused_at_the_call(rig: Rig) -> None:

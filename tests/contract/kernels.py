@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -171,6 +172,13 @@ def load_image(driver: Driver) -> Image:
         options = ProgramOptions(std="c++17", arch=f"sm_{capability[0]}{capability[1]}")
         _cubins[capability] = bytes(Program(CUDA_SOURCE, "c++", options).compile("cubin").code)
     return Image("cubin", _cubins[capability])
+
+
+def arguments(call: str, values: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that a call of the protocol needs, from values by their types or names."""
+    parameters = inspect.signature(getattr(Driver, call)).parameters
+    needed = {n: p for n, p in parameters.items() if n != "self" and p.default is p.empty}
+    return {n: values[p.annotation if p.annotation in values else n] for n, p in needed.items()}
 
 
 class Rig:
