@@ -6,9 +6,9 @@
  * packs and launches in one call.  KernelNode sets the arguments of an executable's node, and
  * read_nodes reads a definition.  module_listener returns the callback for CUPTI.
  *
- * driver/launcher.py, driver/cuda/launch.py and driver/cuda/frozen.py implement the same in Python,
- * for installations without this module.  module_listener has no such twin, since the callback must
- * not take the GIL.  The limited API of CPython 3.11 lets one build serve every later version.
+ * driver/launcher.py and driver/cuda/launch.py implement the same in Python, for installations
+ * without this module, where nodes are read one by one.  module_listener has no such twin, since the
+ * callback must not take the GIL.  The limited API of CPython 3.11 lets one build serve every later version.
  */
 
 #define PY_SSIZE_T_CLEAN

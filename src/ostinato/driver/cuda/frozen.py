@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import struct
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -41,7 +41,6 @@ from ostinato.driver.cuda.launch import (
     attribute_words,
     config_of,
     packed_arguments,
-    read_arguments,
 )
 from ostinato.driver.cuda.nodes import read_edge_data
 from ostinato.errors import DriverError
@@ -60,15 +59,17 @@ RECORD = np.dtype(
         ("packed", np.uint32),
     ]
 )
-"""A node as `read_nodes` reads it.  `kind` is that of the node, or `UNREAD`.  A kernel's argument
-bytes begin at `start` of the bytes of all nodes (`api.KernelColumns`); `shape` is the index of its
-shape; `packed`: whether a library packed the arguments."""
+"""A node as `_launch.read_nodes` reads it.  `kind` is that of the node, or `UNREAD`.  A kernel's
+argument bytes begin at `start` of the bytes of all nodes (`api.KernelColumns`); `shape` is the
+index of its shape; `packed`: whether a library packed the arguments."""
 UNREAD = -1
 """The kind of a kernel that only Python can read."""
 RawNodes: TypeAlias = tuple[bytes, list[bytes], bytes, list[tuple[int, int]]]
 """The records, the shapes, the argument bytes of all nodes, and index and kind of the others."""
 
 _RECORD = struct.Struct("=QQIIiI")
+NOT_READ = _RECORD.pack(0, 0, 0, 0, UNREAD, 0)
+"""The record of a node that is not read in C."""
 _LAUNCH = struct.Struct("=7I")
 _ATTRIBUTE = struct.Struct("=I16s")
 _VALUE_BYTES = ctypes.sizeof(cu.LaunchAttributeValue)
@@ -97,46 +98,6 @@ def raw_kernel(params: KernelNodeParams) -> tuple[bytes, list[bytes], bytes, dic
     record = _RECORD.pack(function, 0, size, 0, NodeKind.KERNEL, arguments.packed)
     shape = _LAUNCH.pack(*config.grid, *config.block, config.shared)
     return record, [shape], arguments.data, {function: layout_bytes(arguments.layout)}
-
-
-def read_nodes(
-    calls: tuple[Callable[..., int], Callable[..., int], Callable[..., int]],
-    nodes: Sequence[int],
-    attributes: tuple[int, ...],
-    layouts: dict[int, bytes],
-    missing: Callable[[int], bytes],
-) -> RawNodes | int:
-    """Does the work of `_launch.read_nodes` where the extension was not built."""
-    get_type, get_params, get_attribute = calls
-    kind, raw, value = ctypes.c_int(), cu.KernelParams(), cu.LaunchAttributeValue()
-    records, shapes, data = np.zeros(len(nodes), RECORD), dict[bytes, int](), bytearray()
-    others: list[tuple[int, int]] = []
-    for index, node in enumerate(nodes):
-        status = get_type(node, ctypes.byref(kind))
-        if status:
-            return status
-        if kind.value == NodeKind.KERNEL:
-            status = get_params(node, ctypes.byref(raw))
-            if status:
-                return status
-        if kind.value != NodeKind.KERNEL or not raw.func:
-            others.append((index, kind.value or UNREAD))
-            records[index] = (0, len(data), 0, 0, others[-1][1], False)
-            continue
-        shape = [bytes(raw)[8 : 8 + _LAUNCH.size]]
-        for identity in attributes:
-            ctypes.memset(ctypes.byref(value), 0, _VALUE_BYTES)
-            has = not get_attribute(node, identity, ctypes.byref(value))
-            shape.append(_ATTRIBUTE.pack(has, bytes(value)[:16]))
-        if raw.func not in layouts:
-            layouts[raw.func] = missing(raw.func)
-        layout = layout_from(layouts[raw.func])
-        arguments = read_arguments(raw.kernelParams, raw.extra, layout)
-        number = shapes.setdefault(b"".join(shape), len(shapes))
-        size = len(arguments.data)
-        records[index] = (raw.func, len(data), size, number, NodeKind.KERNEL, arguments.packed)
-        data += arguments.data.ljust(-(-size // 8) * 8, b"\0")
-    return records.tobytes(), list(shapes), bytes(data), others
 
 
 class _Shape(NamedTuple):

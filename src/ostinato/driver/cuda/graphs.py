@@ -49,13 +49,13 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.frozen import (
+    NOT_READ,
     UNREAD,
     CudaFrozenGraph,
     EdgeArrays,
     Other,
     RawNodes,
     layout_bytes,
-    read_nodes,
 )
 from ostinato.driver.cuda.launch import (
     SETTABLE,
@@ -208,10 +208,14 @@ class GraphCalls(StreamCalls, ModuleCalls):
             return layout_bytes(self.layout_of(function))
 
         compiled = reader("read_nodes")
-        if compiled is None or not all(self._read_addresses):
-            calls = self._calls
-            get = tuple(calls[symbol] for symbol in _READ)
-            return read_nodes((get[0], get[1], get[2]), nodes, attributes, layouts, missing)
+        if compiled is None or not all(self._read_addresses):  # then each is read by itself
+            kind, others = ctypes.c_int(), list[tuple[int, int]]()
+            for index, node in enumerate(nodes):
+                status = self._calls["cuGraphNodeGetType"](node, byref(kind))
+                if status:
+                    return status
+                others.append((index, kind.value or UNREAD))
+            return NOT_READ * len(nodes), [], b"", others
         start = ctypes.addressof(array)
         found: RawNodes | int
         found = compiled(self._read_addresses, start, len(nodes), attributes, layouts, missing)
