@@ -315,23 +315,24 @@ def _read(path: Path, key: bytes, *, touch: bool = False) -> tuple[Compiled, dic
     """Returns a file's code and its JSON.  `touch` sets the file's time of last use.
 
     Raises FileNotFoundError, OSError, or UntrustedError unless every byte is as written under this
-    key.  Reads beyond the header only if the header fits the file.
+    key.
     """
     with open_regular(path, private=True) as file:
-        header = file.read(_HEADER.size)
-        _check_header(header, os.fstat(file.fileno()).st_size, key)
-        found = _decode(header + file.read(), key)
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > _MAX_FILE:
+            raise UntrustedError(f"it has {nbytes} bytes")
+        found = _decode(file.read(), key)
         if touch:
             with contextlib.suppress(OSError):
                 os.utime(file.fileno() if os.utime in os.supports_fd else path)
     return found
 
 
-def _check_header(data: bytes, nbytes: int, key: bytes) -> tuple[int, int]:
-    """Returns the lengths of the JSON and of the code.  Raises UntrustedError."""
+def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
+    """Returns the code and the JSON.  Raises UntrustedError unless all bytes are as written."""
     start = _HEADER.size + DIGEST_BYTES
-    if len(data) < _HEADER.size or nbytes < start:
-        raise UntrustedError(f"it is torn ({nbytes} bytes)")
+    if len(data) < start:
+        raise UntrustedError(f"it is torn ({len(data)} bytes)")
     magic, schema, about_size, code_size, own_key = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise UntrustedError("it is not a kernel file")
@@ -339,17 +340,8 @@ def _check_header(data: bytes, nbytes: int, key: bytes) -> tuple[int, int]:
         raise UntrustedError(f"it has schema {schema}; this version reads {SCHEMA}")
     if own_key != key:
         raise UntrustedError("it holds another key's kernel")
-    if nbytes != start + about_size + code_size:
-        raise UntrustedError(f"it is torn ({nbytes} of {start + about_size + code_size} bytes)")
-    if nbytes > _MAX_FILE:
-        raise UntrustedError(f"it has {nbytes} bytes")
-    return about_size, code_size
-
-
-def _decode(data: bytes, key: bytes) -> tuple[Compiled, dict[str, object]]:
-    """Returns the code and the JSON.  Raises UntrustedError unless all bytes are as written."""
-    about_size, _ = _check_header(data, len(data), key)
-    start = _HEADER.size + DIGEST_BYTES
+    if len(data) != start + about_size + code_size:
+        raise UntrustedError(f"it is torn ({len(data)} of {start + about_size + code_size} bytes)")
     header, digest = data[: _HEADER.size], data[_HEADER.size : start]
     about, code = data[start : start + about_size], data[start + about_size :]
     if not hmac.compare_digest(digest, _authenticate(key, header, about, code)):
