@@ -40,77 +40,159 @@ def assert_kept(device: Device, address: int) -> None:
     assert all(other.address != address for other in others)
 
 
-@pytest.mark.parametrize("given", ["buffer", "address"])
-def test_memory_under_a_graph_is_not_given_to_others(
-    device: Device, stream: ost.Stream, given: str
+class Pointing:
+    """Executables whose launch gives out = 2 * x, and what is needed to have them read `new`."""
+
+    def __init__(self, device: Device, stream: ost.Stream) -> None:
+        self.device, self.stream, self.add = device, stream, kernel(device, "add")
+        self.x, self.y, self.out = ones(device), ones(device), device.zeros(N, np.float32)
+
+    def graph(self, given: object) -> ost.Graph:
+        return graph_of(self.stream, self.add, N, given, given, self.out, N)
+
+    def launch(self, given: object) -> ost.Operation:
+        return ost.prepare(self.add, config(N), given, given, self.out, N)
+
+    def changed(self, *changes: Callable[[ost.GraphExec], object]) -> ost.GraphExec:
+        run = self.graph(self.x).instantiate()
+        for change in changes:
+            change(run)
+        return run
+
+    def copying(self, change: Callable[[ost.GraphExec], object]) -> ost.GraphExec:
+        """A fill of y, a copy from x to it, and out = 2 * y."""
+
+        def work() -> None:
+            ost.fill(self.stream, self.y, 0)
+            ost.copy(self.stream, self.y, self.x)
+            ost.launch(self.stream, self.add, config(N), self.y, self.y, self.out, N)
+
+        run = ost.capture_function(self.stream, work).instantiate()
+        change(run)
+        return run
+
+    def added(self, given: object) -> ost.GraphExec:
+        graph = ost.Graph.create(self.device)
+        graph.add_kernel(self.add, config(N), given, given, self.out, N)
+        return graph.instantiate()
+
+    def inside(self, graph: ost.Graph) -> ost.GraphExec:
+        outer = ost.Graph.create(self.device)
+        outer.add_child(graph)
+        graph.close()
+        return outer.instantiate()
+
+    def cloned(self, graph: ost.Graph) -> ost.GraphExec:
+        clone = graph.clone()
+        graph.close()
+        return clone.instantiate()
+
+    def recorded(self, run: ost.GraphExec) -> ost.GraphExec:
+        with ost.record(self.stream) as recorded:
+            run.launch(self.stream)
+        run.close()
+        return recorded.build().instantiate()
+
+    def of_struct(
+        self, given: object, *changes: Callable[[ost.GraphExec], object]
+    ) -> ost.GraphExec:
+        """One that gives out = given + 1."""
+        run = graph_of(self.stream, struct_kernel(self.device), N, given, N).instantiate()
+        for change in changes:
+            change(run)
+        return run
+
+
+MADE: dict[str, Callable[[Pointing, ost.Buffer], ost.GraphExec]] = {
+    "captured": lambda p, new: p.graph(new).instantiate(),
+    "captured view": lambda p, new: p.graph(new[:]).instantiate(),
+    "captured address": lambda p, new: p.graph(new.address).instantiate(),
+    "captured range": lambda p, new: p.graph(new.range).instantiate(),
+    "added range": lambda p, new: p.added(new.range),
+    "child": lambda p, new: p.inside(p.graph(new)),
+    "clone": lambda p, new: p.cloned(p.graph(new)),
+    "recorded": lambda p, new: p.recorded(p.graph(new).instantiate()),
+} | {
+    f"struct as {kind.__name__}": (
+        lambda p, new, kind=kind: p.of_struct(kind(addresses(new, p.out)))
+    )
+    for kind in (bytes, bytearray, memoryview, np.void, np.array)
+}
+"""The ways in which a definition comes to point at memory."""
+SET: dict[str, Callable[[Pointing, ost.Buffer], ost.GraphExec]] = {
+    "rebind": lambda p, new: p.changed(lambda run: run.rebind({p.x: new})),
+    "rebind to a range": lambda p, new: p.changed(lambda run: run.rebind({p.x: new.range})),
+    "launch": lambda p, new: p.changed(lambda run: run.set(0, p.launch(new))),
+    "launch of a range": lambda p, new: p.changed(lambda run: run.set(0, p.launch(new.range))),
+    "update": lambda p, new: p.changed(lambda run: run.update(p.graph(new))),
+    "copy": lambda p, new: p.copying(lambda run: run.set(1, dst=p.y, src=new)),
+    "rebound copy": lambda p, new: p.copying(lambda run: run.rebind({p.x: new})),
+    "fill": lambda p, new: p.copying(lambda run: run.set(0, dst=new, value=0)),
+    "launch with a struct": lambda p, new: p.of_struct(
+        addresses(p.x, p.out),
+        lambda run: run.set(
+            0, ost.prepare(struct_kernel(p.device), config(N), addresses(new, p.out), N)
+        ),
+    ),
+}
+GIVEN: dict[str, Callable[[ost.Buffer], object]] = {
+    "buffer": lambda new: new,
+    "range": lambda new: new.range,
+    "int": lambda new: new.address,
+    "uint64": lambda new: np.uint64(new.address),
+    "int64": lambda new: np.int64(new.address),
+}
+BY: dict[str, Callable[[ost.GraphExec, object], object]] = {
+    "set": lambda run, value: [run.set(0, name, value) for name in "ab"],
+    "set_all": lambda run, value: run.set_all([(0, 0, value), (0, "b", value)]),
+    "patcher": lambda run, value: [run.patcher(0, index)(value) for index in (0, 1)],
+}
+SET |= {
+    f"{given} by {by}": lambda p, new, by=by, given=given: p.changed(
+        lambda run: BY[by](run, GIVEN[given](new))
+    )
+    for by in BY
+    for given in GIVEN
+}
+"""The ways in which an executable comes to point at memory."""
+
+
+@pytest.mark.usefixtures("launcher")
+@pytest.mark.parametrize("way", MADE | SET)
+def test_what_a_node_points_at_lives_and_is_missed_when_it_is_closed(
+    device: Device, stream: ost.Stream, way: str
 ) -> None:
-    out = device.zeros(N, np.float32)
+    world = Pointing(device, stream)
 
-    def captured() -> tuple[ost.GraphExec, int]:
-        x = ones(device)
-        argument = x if given == "buffer" else x.address
-        graph = graph_of(stream, kernel(device, "add"), N, argument, argument, out, N)
-        return graph.instantiate(), x.address
+    def pointing() -> tuple[ost.GraphExec, ost.MemoryRange]:
+        new = device.array(np.full(N, 3, np.float32))
+        return (MADE | SET)[way](world, new), new.range
 
-    run, address = captured()
-    assert_kept(device, address)
+    run, memory = pointing()
+    assert_kept(device, memory.address)
     run.launch(stream)
-    assert (out.to_numpy(stream) == 2).all()
+    wanted = 4 if "struct" in way else 2 if way == "fill" else 6
+    assert (world.out.to_numpy(stream) == wanted).all()
+    owner = device.context.owner_of(memory.address)
+    assert isinstance(owner, ost.Buffer) and owner.range == memory
+    owner.close()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="memory that was closed"):
+            run.launch(stream)
+    if way in MADE:
+        with pytest.raises(ClosedError):
+            run.graph.instantiate()
 
 
-def test_a_buffer_rebound_by_its_range_lives_with_the_executable(
-    device: Device, stream: ost.Stream
-) -> None:
-    x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
-    run = doubling(device, stream, x, out)
-    address = y.address
-    run.rebind({x: y.range})
-    del y
-    assert_kept(device, address)
-    other = device.array(np.full(N, 9, np.float32))
-    run.launch(stream)
-    assert (out.to_numpy(stream) == 6).all()
+def test_a_range_is_rebound_to_a_range(device: Device, stream: ost.Stream) -> None:
+    x, out = ones(device), device.zeros(N, np.float32)
+    run, other = doubling(device, stream, x, out), ones(device)
     run.rebind([(run.manifest()[0].range, other.range)])
     other.close()
     with pytest.raises(ClosedError):
         run.launch(stream)
     with pytest.raises(ClosedError, match="new target"):
         run.rebind({x: other})
-
-
-@pytest.mark.parametrize("way", ["captured", "added", "patched", "set", "by patcher"])
-def test_a_buffer_lives_whose_range_is_an_argument(
-    device: Device, stream: ost.Stream, way: str
-) -> None:
-    """A fault kept the range alone, and the memory went to other buffers."""
-    x, y, out = ones(device), device.array(np.full(N, 3, np.float32)), device.zeros(N, np.float32)
-    add, memory = kernel(device, "add"), y.range
-    graph = ost.Graph.create(device)
-    if way == "captured":
-        graph = graph_of(stream, add, N, memory, memory, out, N)
-    else:
-        first = memory if way == "added" else x
-        graph.add_kernel(add, config(N), first, first, out, N)
-    run = graph.instantiate()
-    match way:
-        case "patched":
-            run.set_all([(0, 0, memory), (0, 1, memory)])
-        case "set":
-            run.set(0, ost.prepare(add, config(N), memory, memory, out, N))
-        case "by patcher":
-            for argument in (0, 1):
-                run.patcher(0, argument)(memory)
-    del y
-    gc.collect()
-    device.synchronize()
-    others = [device.array(np.full(N, 9, np.float32)) for _ in range(4)]
-    run.launch(stream)
-    assert (out.to_numpy(stream) == 6).all()
-    owner = device.context.owner_of(memory.address)
-    assert isinstance(owner, ost.Buffer) and owner not in others
-    owner.close()
-    with pytest.raises(ClosedError, match="memory that was closed"):
-        run.launch(stream)
 
 
 def test_lifted_work_keeps_what_its_graph_kept(device: Device, stream: ost.Stream) -> None:
@@ -123,78 +205,6 @@ def test_lifted_work_keeps_what_its_graph_kept(device: Device, stream: ost.Strea
     del x, capture
     assert_kept(device, address)
     stream.submit(operation)
-    assert (out.to_numpy(stream) == 6).all()
-
-
-@pytest.mark.parametrize("how", ["rebound copy", "set copy", "set fill", "set launch", "address"])
-def test_what_a_node_was_set_to_lives_with_the_executable(
-    device: Device, stream: ost.Stream, how: str
-) -> None:
-    x, y, out = ones(device), ones(device), device.zeros(N, np.float32)
-    add = kernel(device, "add")
-
-    def work() -> None:
-        ost.fill(stream, y, 0)
-        ost.copy(stream, y, x)
-        ost.launch(stream, add, config(N), y, y, out, N)
-
-    run = ost.capture_function(stream, work).instantiate()
-    new = device.array(np.full(N, 3, np.float32))
-    address = new.address
-    if how == "rebound copy":
-        run.rebind({x: new})
-    elif how == "set copy":
-        run.set(1, dst=y, src=new)
-    elif how == "set fill":
-        run.set(0, dst=new, value=0)
-    elif how == "set launch":
-        run.set(2, ost.prepare(add, config(N), new, new, out, N))
-    else:
-        run.set(2, "a", address)
-    del new
-    assert_kept(device, address)
-    run.launch(stream)
-    expected = {"set fill": 2, "address": 4}.get(how, 6)
-    assert (out.to_numpy(stream) == expected).all()
-
-
-@pytest.mark.parametrize("given", [bytes, bytearray, memoryview, np.void, np.array])
-def test_memory_behind_a_struct_lives_with_the_graph(
-    device: Device, stream: ost.Stream, given: type
-) -> None:
-    out = device.zeros(N, np.float32)
-    summing = struct_kernel(device)
-
-    def captured() -> tuple[ost.GraphExec, int]:
-        x = ones(device)
-        graph = graph_of(stream, summing, N, given(addresses(x, out)), N)
-        return graph.instantiate(), x.address
-
-    run, address = captured()
-    assert_kept(device, address)
-    run.launch(stream)
-    assert (out.to_numpy(stream) == 2).all()
-    operation = ost.prepare(summing, config(N), given(addresses(out, out)), N)
-    out.close()
-    with pytest.raises(ClosedError):
-        run.launch(stream)
-    with pytest.raises(ClosedError):
-        stream.submit(operation)
-
-
-@pytest.mark.parametrize("given", [int, np.uint64, np.int64])
-def test_an_address_of_any_kind_keeps_its_memory(
-    device: Device, stream: ost.Stream, given: type
-) -> None:
-    x, out = ones(device), device.zeros(N, np.float32)
-    run = doubling(device, stream, x, out)
-    new = device.array(np.full(N, 3, np.float32))
-    address = new.address
-    run.set(0, "a", given(address))
-    run.set_all([(0, "b", given(address))])
-    del new
-    assert_kept(device, address)
-    run.launch(stream)
     assert (out.to_numpy(stream) == 6).all()
 
 
