@@ -32,7 +32,7 @@ from ostinato import settings
 from ostinato.driver.api import Capabilities, CudaContext, DeviceProperties, StreamHandle
 from ostinato.driver.cuda.collecting import collect_modules
 from ostinato.driver.cuda.executables import ExecCalls
-from ostinato.driver.cuda.libcuda import BRANCHES, INSTALL, Libcuda, in_words, require_gpu
+from ostinato.driver.cuda.libcuda import BRANCHES, FEATURES, INSTALL, Libcuda, in_words, require_gpu
 from ostinato.driver.cuda.modules import IMAGE_KINDS
 from ostinato.driver.cuda.starting import StartingDriver
 from ostinato.errors import (
@@ -154,7 +154,8 @@ class CudaDriver(ExecCalls):
             shares_memory=True,
             lacks=tuple(
                 f"{feature.words} (from CUDA {in_words(feature.since)})"
-                for feature in self._lib.lacks()
+                for feature in FEATURES
+                if self._lib.version < feature.since
             ),
         )
 

@@ -470,11 +470,9 @@ class Libcuda:
             ) from error
         self.version = self._read_version(path)
         self.calls: dict[str, DriverCall] = {}
-        self._missing: set[str] = set()
         for symbol, parameters in parse_prototypes().items():
             call = self.bare(symbol)
             if call is None:
-                self._missing.add(symbol)
                 self.calls[symbol] = self._missing_call(symbol)
             else:
                 call.argtypes = [_ctype(parameter) for parameter in parameters]
@@ -498,7 +496,7 @@ class Libcuda:
         return self.calls[symbol]
 
     def has(self, symbol: str) -> bool:
-        return symbol not in self._missing
+        return self.bare(symbol) is not None
 
     def require(self, feature: Feature) -> None:
         """Raises NotAvailableError, with the versions found and needed, without the feature."""
@@ -507,10 +505,6 @@ class Libcuda:
                 f"{feature.words} needs a driver for CUDA {in_words(feature.since)} or later; "
                 f"this one is for {in_words(self.version)}: update the NVIDIA driver"
             )
-
-    def lacks(self) -> tuple[Feature, ...]:
-        """Returns the features that this driver lacks."""
-        return tuple(feature for feature in FEATURES if self.version < feature.since)
 
     def _missing_call(self, symbol: str) -> DriverCall:
         since = SINCE.get(symbol, REQUIRED)

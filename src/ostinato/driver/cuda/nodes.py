@@ -24,6 +24,7 @@ from ostinato.driver.api import (
     OpaqueNodeParams,
 )
 from ostinato.driver.cuda import libcuda as cu
+from ostinato.driver.order import in_order
 from ostinato.errors import Status, driver_error
 from ostinato.records import dataclass
 
@@ -199,13 +200,7 @@ def read_edge_data(raw: cu.EdgeDataStruct) -> EdgeData:
 
 def has_cycle(edges: Sequence[Edge]) -> bool:
     """True if the edges hold a cycle."""
-    from graphlib import CycleError, TopologicalSorter  # here, since a start adds no edges
-
-    sorter = TopologicalSorter[int]()
-    for edge in edges:
-        sorter.add(edge.target, edge.source)
-    try:
-        sorter.prepare()
-    except CycleError:
-        return True
-    return False
+    ends = {node for edge in edges for node in (edge.source, edge.target)}
+    places = {node: place for place, node in enumerate(ends)}
+    by_place = [(places[edge.source], places[edge.target]) for edge in edges]
+    return in_order(len(places), by_place) is None
