@@ -11,7 +11,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ from ostinato.driver.cuda.nodes import (
     read_memset,
     unsigned,
 )
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import DriverError, NoCudaError, NotAvailableError, Status
 from tools import cuda_versions
 from tools.cuda_versions import STRUCTURES, fields_of
@@ -208,17 +208,6 @@ def test_no_cuda_core_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> N
 # ----------------------------------------------------------------------------------- the protocol
 
 
-def _drivers() -> list[Any]:
-    return ["cuda", "host"]
-
-
-def _driver_class(name: str) -> type:
-    if name == "cuda":
-        return CudaDriver
-    module = pytest.importorskip("ostinato.driver.host.driver")
-    return typing.cast(type, module.HostDriver)
-
-
 MEMBERS = sorted(
     name
     for name, value in vars(api.Driver).items()
@@ -226,11 +215,11 @@ MEMBERS = sorted(
 )
 
 
-@pytest.mark.parametrize("driver", _drivers())
+@pytest.mark.parametrize("driver", [CudaDriver, HostDriver])
 @pytest.mark.parametrize("member", MEMBERS)
-def test_driver_has_the_protocol(driver: str, member: str) -> None:
+def test_driver_has_the_protocol(driver: type, member: str) -> None:
     expected = inspect.signature(getattr(api.Driver, member)).parameters
-    actual = inspect.signature(inspect.getattr_static(_driver_class(driver), member)).parameters
+    actual = inspect.signature(inspect.getattr_static(driver, member)).parameters
     assert [(p.name, p.kind, p.default) for p in actual.values()] == [
         (p.name, p.kind, p.default) for p in expected.values()
     ]

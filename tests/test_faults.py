@@ -828,9 +828,14 @@ class Nulls(World):
         self.patched, self.folder = patched, folder
         self.host: Any = self.faults.inner
 
-    def give(self, call: str) -> None:
-        """The driver's call gives 0 from here on, having made nothing."""
-        self.patched.setattr(self.faults, call, lambda *_, **__: 0, raising=False)
+    def give(self, call: str, after: int = 0) -> None:
+        """The driver's call gives 0 from here on, having made nothing; not so the first ones."""
+        real, calls = getattr(self.host, call), itertools.count()
+
+        def given(*arguments: Any, **options: Any) -> int:
+            return real(*arguments, **options) if next(calls) < after else 0
+
+        self.patched.setattr(self.faults, call, given, raising=False)
 
     def give_no_graph(self) -> None:
         """The end of a capture gives none."""
@@ -854,39 +859,19 @@ class Nulls(World):
         self.patched.setattr(self.faults, "node_params", node_params, raising=False)
 
 
-def _saved(world: Nulls, inside: bool) -> Path:
-    """The file of a graph, whose launch is in a child graph or not."""
-    graph = ost.capture_function(world.stream, lambda: world.submit(world.b))
-    if inside:
-        outer = ost.Graph.create(world.device)
-        outer.add_child(graph)
-        graph = outer
-    path = world.folder / "a.graph"
-    ost.graphfile.save(graph, path, inputs={"b": world.b}, check=False)
-    return path
+def _loads(call: str, *, inside: bool = False) -> Callable[[Nulls], Callable[[], object]]:
+    """Loads the file of a graph, whose launch is in a child graph or not, and instantiates it."""
 
-
-def _loads(inside: bool, call: str) -> Callable[[Nulls], Callable[[], object]]:
     def make(world: Nulls) -> Callable[[], object]:
-        path = _saved(world, inside)
-        loaded = ost.graphfile.load(world.device, path)
-
-        def work() -> object:
-            if call == "graph_create":
-                count = itertools.count()
-                create = world.host.graph_create
-                last = 1 if inside else 0
-                world.patched.setattr(
-                    world.faults,
-                    call,
-                    lambda: 0 if next(count) == last else create(),
-                    raising=False,
-                )
-                return ost.graphfile.load(world.device, path)
-            world.give(call)
-            return loaded.instantiate()
-
-        return work
+        graph = ost.capture_function(world.stream, lambda: world.submit(world.b))
+        if inside:
+            outer = ost.Graph.create(world.device)
+            outer.add_child(graph)
+            graph = outer
+        path = world.folder / "a.graph"
+        ost.graphfile.save(graph, path, inputs={"b": world.b}, check=False)
+        world.give(call, after=int(inside))
+        return lambda: ost.graphfile.load(world.device, path).instantiate()
 
     return make
 
@@ -926,7 +911,7 @@ NULLS: dict[str, tuple[str, Callable[[Nulls], Callable[[], object]]]] = {
         "null executable",
         _gives("graph_instantiate", lambda w: w.run.graph.instantiate(upload=w.stream)),
     ),
-    "an executable of a file": ("null executable", _loads(False, "graph_instantiate")),
+    "an executable of a file": ("null executable", _loads("graph_instantiate")),
     "an executable for one launch": (
         "null executable",
         _gives("graph_instantiate", lambda w: _by_graph(w)),
@@ -935,8 +920,8 @@ NULLS: dict[str, tuple[str, Callable[[Nulls], Callable[[], object]]]] = {
     "a graph": ("null graph", _gives("graph_create", lambda w: ost.Graph.create(w.device))),
     "a clone": ("null graph", _gives("graph_clone", lambda w: w.run.graph.clone())),
     "a capture": ("without an error and without a graph", _captures),
-    "a graph of a file": ("null graph", _loads(False, "graph_create")),
-    "a child graph of a file": ("null graph", _loads(True, "graph_create")),
+    "a graph of a file": ("null graph", _loads("graph_create")),
+    "a child graph of a file": ("null graph", _loads("graph_create", inside=True)),
     "a condition": (
         "null condition",
         _gives("conditional_create", lambda w: w.run.graph.condition(1)),
@@ -959,6 +944,7 @@ def test_a_null_handle_is_an_error(
     words, make = NULLS[name]
     work = make(world)
     gc.collect()
+    world.device.context.collect()
     before = census(world.faults)
     with pytest.raises(OstinatoError, match=words):
         work()
