@@ -186,55 +186,64 @@ def launch_as_a_graph(world: World) -> Case:
     return work, check
 
 
-@scenario
-def capture(world: World) -> Case:
-    made: list[ost.Graph] = []
+def _makes(
+    make: Callable[[World], ost.Graph | ost.GraphExec], wanted: list[float] = TEN
+) -> Scenario:
+    """A scenario of a function that returns a graph, or an executable, with these answers."""
 
-    def check(error: OstinatoError | None) -> None:
-        assert bool(made) == (error is None)
-        for graph in made:
-            assert world.answers(graph.instantiate()) == TEN
+    def set_up(world: World) -> Case:
+        made: list[ost.Graph | ost.GraphExec] = []
 
-    return lambda: made.append(world.captured(world.b)), check
+        def check(error: OstinatoError | None) -> None:
+            assert bool(made) == (error is None)
+            for one in made:
+                run = one.instantiate() if isinstance(one, ost.Graph) else one
+                assert world.answers(run) == wanted
+
+        return lambda: made.append(make(world)), check
+
+    return set_up
 
 
-@scenario
-def capture_with_a_side_stream(world: World) -> Case:
-    made: list[ost.Graph] = []
+def _with_a_side_stream(world: World) -> ost.Graph:
     add = kernel(world.device, "add")
-
-    def work() -> None:
-        with ost.capture(world.stream) as under_way:
-            world.side.wait(world.stream.record())
-            ost.launch(world.side, add, config(N), world.b, world.b, world.outs[0], N)
-            world.stream.wait(world.side.record())
-            ost.launch(world.stream, add, config(N), world.b, world.b, world.outs[1], N)
-        made.append(under_way.graph)
-
-    def check(error: OstinatoError | None) -> None:
-        assert bool(made) == (error is None)
-        for graph in made:
-            assert world.answers(graph.instantiate()) == [10, 10, 0]
-
-    return work, check
+    with ost.capture(world.stream) as under_way:
+        world.side.wait(world.stream.record())
+        ost.launch(world.side, add, config(N), world.b, world.b, world.outs[0], N)
+        world.stream.wait(world.side.record())
+        ost.launch(world.stream, add, config(N), world.b, world.b, world.outs[1], N)
+    return under_way.graph
 
 
-@scenario
-def capture_by_hand(world: World) -> Case:
-    made: list[ost.Graph] = []
+def _by_hand(world: World) -> ost.Graph:
+    under_way = ost.Capture(world.stream)
+    under_way.begin()
+    world.submit(world.b)
+    return under_way.end()
 
-    def work() -> None:
-        under_way = ost.Capture(world.stream)
-        under_way.begin()
+
+def _recorded(world: World) -> ost.Graph:
+    with ost.record(world.stream) as recording:
         world.submit(world.b)
-        made.append(under_way.end())
+    return recording.build()
 
-    def check(error: OstinatoError | None) -> None:
-        assert bool(made) == (error is None)
-        for graph in made:
-            assert world.answers(graph.instantiate()) == TEN
 
-    return work, check
+def _built(world: World) -> ost.GraphExec:
+    graph = ost.Graph.create(world.device)
+    graph.add_child(world.other)
+    graph = graph.clone()
+    graph.add_conditional("if", graph.condition(default=1))
+    return graph.instantiate(upload=world.stream)
+
+
+SCENARIOS |= {
+    "capture": _makes(lambda world: world.captured(world.b)),
+    "capture_with_a_side_stream": _makes(_with_a_side_stream, [10, 10, 0]),
+    "capture_by_hand": _makes(_by_hand),
+    "record": _makes(_recorded),
+    "build_by_hand": _makes(_built),
+    "instantiate": _makes(lambda world: world.other.instantiate(upload=world.stream)),
+}
 
 
 @scenario
@@ -278,43 +287,6 @@ def capture_events(world: World) -> Case:
 
 
 @scenario
-def record(world: World) -> Case:
-    made: list[ost.Graph] = []
-    world.clear()
-
-    def work() -> None:
-        with ost.record(world.stream) as recording:
-            world.submit(world.b)
-        made.append(recording.build())
-
-    def check(error: OstinatoError | None) -> None:
-        assert bool(made) == (error is None)
-        for graph in made:
-            assert world.answers(graph.instantiate()) == TEN
-
-    return work, check
-
-
-@scenario
-def build_by_hand(world: World) -> Case:
-    made: list[ost.GraphExec] = []
-
-    def work() -> None:
-        graph = ost.Graph.create(world.device)
-        graph.add_child(world.other)
-        graph = graph.clone()
-        graph.add_conditional("if", graph.condition(default=1))
-        made.append(graph.instantiate(upload=world.stream))
-
-    def check(error: OstinatoError | None) -> None:
-        assert bool(made) == (error is None)
-        for run in made:
-            assert world.answers(run) == TEN
-
-    return work, check
-
-
-@scenario
 def replace(world: World) -> Case:
     """A node of the graph, between two others, by what gives the other answer."""
     graph = world.graph.clone()
@@ -334,18 +306,6 @@ def replace(world: World) -> Case:
         assert world.answers(run) == ([6, 8, 6] if error is None else SIX)
 
     return work, check
-
-
-@scenario
-def instantiate(world: World) -> Case:
-    made: list[ost.GraphExec] = []
-
-    def check(error: OstinatoError | None) -> None:
-        assert bool(made) == (error is None)
-        for run in made:
-            assert world.answers(run) == TEN
-
-    return lambda: made.append(world.other.instantiate(upload=world.stream)), check
 
 
 @scenario
