@@ -88,15 +88,11 @@ from ostinato.driver.launcher import reader
 from ostinato.errors import ContextPoisonedError, DriverError, Status
 from ostinato.records import dataclass
 
-# The calls that set a node's parameters: in a definition, and in an executable.
-_SETTERS: dict[type[NodeParams], tuple[str, str]] = {
-    MemcpyNodeParams: ("cuGraphMemcpyNodeSetParams", "cuGraphExecMemcpyNodeSetParams"),
-    MemsetNodeParams: ("cuGraphMemsetNodeSetParams", "cuGraphExecMemsetNodeSetParams"),
-    HostNodeParams: ("cuGraphHostNodeSetParams", "cuGraphExecHostNodeSetParams"),
-    EventRecordNodeParams: ("cuGraphEventRecordNodeSetEvent", "cuGraphExecEventRecordNodeSetEvent"),
-    EventWaitNodeParams: ("cuGraphEventWaitNodeSetEvent", "cuGraphExecEventWaitNodeSetEvent"),
-    BatchMemOpNodeParams: ("cuGraphBatchMemOpNodeSetParams", "cuGraphExecBatchMemOpNodeSetParams"),
-}
+_SETTABLE = (
+    *(MemcpyNodeParams, MemsetNodeParams, HostNodeParams, BatchMemOpNodeParams),
+    *(EventRecordNodeParams, EventWaitNodeParams),
+)
+"""The nodes that `_set` changes; kernels and child graphs have calls of their own."""
 
 # The calls that read a kernel node.
 _READ = ("cuGraphNodeGetType", "cuGraphKernelNodeGetParams_v2", "cuGraphKernelNodeGetAttribute")
@@ -527,32 +523,19 @@ class GraphCalls(StreamCalls, ModuleCalls):
 
         Returns the number under which a host function is kept, else 0.
         """
-        if type(params) not in _SETTERS:
+        if not isinstance(params, _SETTABLE):
             raise self._fixed(seam, node, params)
         number = 0
         if isinstance(params, HostNodeParams) and params.function is not None:
             number = self._host_functions.add(params.function)
         raw = cu.GraphNodeParams()
         keep = self._fill(seam, raw, params, number, node)
-        given: object
-        last: tuple[int, ...] = ()
-        match params:
-            case MemcpyNodeParams():
-                given, last = byref(raw.memcpy.copyParams), (self._context,)
-            case MemsetNodeParams():
-                given, last = byref(raw.memset), (self._context,)
-            case HostNodeParams():
-                given = byref(raw.host)
-            case BatchMemOpNodeParams():
-                given = byref(raw.memOp)
-            case EventRecordNodeParams() | EventWaitNodeParams():
-                given = params.event
-        of_definition, of_executable = _SETTERS[type(params)]
         if executable is None:
-            status = self._status(seam, of_definition, node, given)
+            status = self._status(seam, "cuGraphNodeSetParams", node, byref(raw))
         else:
-            status = self._status(seam, of_executable, executable, node, given, *last)
-        del keep  # memory that `given` points to had to live until here
+            symbol = "cuGraphExecNodeSetParams"
+            status = self._status(seam, symbol, executable, node, byref(raw))
+        del keep  # memory that `raw` points to had to live until here
         if status:
             self._host_functions.release(number)
             raise self._error(status, seam, node=node)
