@@ -31,6 +31,7 @@ from ostinato.driver.api import (
 from ostinato.driver.host.kernel import HostKernel, host_kernel
 from ostinato.driver.signature import Signature
 from ostinato.errors import DriverError
+from tests.sources import add, cluster_size, fill  # noqa: F401 - the host's of these kernels
 
 CUDA_SOURCE = r"""
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI cudaGraphSetConditional(
@@ -83,16 +84,6 @@ extern "C" __global__ void nothing() {}
 """
 
 
-@host_kernel("out: *out f32, value: f32, n: u32")
-def fill(launch, out, value, n):
-    out[:n] = value
-
-
-@host_kernel("a: *const f32, b: *const f32, out: *out f32, n: u32")
-def add(launch, a, b, out, n):
-    np.add(a[:n], b[:n], out=out[:n])
-
-
 @host_kernel("x: *f32, s: f32, n: u32")
 def scale(launch, x, s, n):
     x[:n] *= s
@@ -131,31 +122,13 @@ def numbers(launch, a, b, c, d, e, f, out):
     out[:6] = (a, b, c, d, e, f)
 
 
-@host_kernel("out: *out u32")
-def cluster_size(launch, out):
-    out[0] = 1 if launch.cluster is None else launch.cluster[0]
-
-
 @host_kernel("")
 def nothing(launch):
     pass
 
 
 KERNELS: dict[str, HostKernel] = {
-    kernel.name: kernel
-    for kernel in (
-        fill,
-        add,
-        scale,
-        increment,
-        note,
-        set_condition,
-        count_up,
-        copy_struct,
-        numbers,
-        cluster_size,
-        nothing,
-    )
+    one.name: one for one in [*globals().values()] if isinstance(one, HostKernel)
 }
 
 _cubins: dict[tuple[int, int], bytes] = {}
