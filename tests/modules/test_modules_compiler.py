@@ -1,4 +1,4 @@
-"""The compiler, without a GPU: keys, logs, names, PTX, and what a cubin says of itself."""
+"""The compiler, without a GPU: keys, logs, names and PTX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import ostinato as ost
-from ostinato.driver.api import ParameterSlot
 from ostinato.errors import CompileError, InputError
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules import compiler as compiler_module
@@ -257,41 +256,6 @@ def test_positions_count_from_one() -> None:
 def test_options_are_not_for_compiled_code() -> None:
     with pytest.raises(InputError, match="options are for CUDA"):
         plan_compilation(Source(data=PTX, kind="ptx"), CompileOptions(fast_math=True), H100)
-
-
-# -------------------------------------------------------------------------------------------- cubin
-
-
-def test_a_cubin_tells_of_its_kernels() -> None:
-    text = (
-        "struct S { float a, b, c; };\n"
-        'extern "C" __global__ void __launch_bounds__(256) k(char c, S s, double* p, short h) {\n'
-        "  __shared__ float shared[64];\n"
-        "  shared[threadIdx.x % 64] = s.b; __syncthreads();\n"
-        "  p[threadIdx.x] = shared[(threadIdx.x + 1) % 64] + c + h;\n}\n"
-    )
-    (kernel,) = kernel_resources(compiled(text).data)
-    assert kernel.name == "k"
-    assert kernel.max_threads == 256
-    assert kernel.registers >= 8
-    assert kernel.shared >= 256
-    assert kernel.parameters == (
-        ParameterSlot(0, 1),
-        ParameterSlot(4, 12),
-        ParameterSlot(16, 8),
-        ParameterSlot(24, 2),
-    )
-
-
-def test_device_functions_are_not_kernels() -> None:
-    text = "__device__ __noinline__ int f(int x) { return x * 3; }\n" + kernel_text(0)
-    assert kernel_names(compiled(text).data) == ("k",)
-
-
-@pytest.mark.parametrize("size", [0, 4, 63, 200, 1000])
-def test_a_damaged_cubin_is_said(size: int) -> None:
-    with pytest.raises(InputError):
-        kernel_names(compiled(TEXT).data[:size])
 
 
 # --------------------------------------------------------------------------------- without a device

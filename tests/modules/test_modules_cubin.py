@@ -24,11 +24,12 @@ __device__ __noinline__ int f(int x) { return x * 3; }
 template <int N> __global__ void __launch_bounds__(N) t(float* x, char c) { x[threadIdx.x] = c; }
 template __global__ void t<64>(float*, char);
 __global__ void nothing() {}
-extern "C" __global__ void k(int* x, double y) {
+struct Three { float a, b, c; };
+extern "C" __global__ void k(char c, Three y, int* x, short h) {
     __shared__ int s[100];
     s[threadIdx.x] = f(*x);
     __syncthreads();
-    *x = s[99 - threadIdx.x] + y;
+    *x = s[99 - threadIdx.x] + y.b + c + h;
 }
 """
 
@@ -156,5 +157,8 @@ def test_a_sound_one_tells_all() -> None:
         *("_Z1tILi64EEvPfc", 64),
         [8, 1],
     )
-    assert (k.name, k.max_threads, [p.size for p in k.parameters]) == ("k", None, [8, 8])
-    assert k.shared >= 400 and k.registers > 0
+    assert (k.name, k.max_threads) == ("k", None)
+    assert [(p.offset, p.size) for p in k.parameters] == [(0, 1), (4, 12), (16, 8), (24, 2)]
+    assert k.shared >= 400 and k.registers >= 8
+    for size in (0, 4, 63, 200, 1000):
+        assert read(real()[:size]) is None
