@@ -6,12 +6,12 @@ import contextlib
 import errno
 import io
 import json
-import logging
 import os
 import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,17 +79,6 @@ def test_only_the_user_can_read_what_is_written(store: DiskStore) -> None:
 # ----------------------------------------------------------------------------------------- damaged
 
 
-def refused(store: DiskStore, caplog: pytest.LogCaptureFixture, why: str) -> None:
-    """The file counts for nothing, is warned of, and its place can be used again."""
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert store.load(KEY) is None
-    assert why in caplog.text and "compiling again" in caplog.text
-    assert store.statistics().rejected == 1
-    saved(store)
-    assert store.load(KEY) == CODE
-
-
 def test_every_flipped_bit_is_noticed(store: DiskStore) -> None:
     path = saved(store)
     whole = path.read_bytes()
@@ -124,32 +113,25 @@ def test_any_code_comes_back(code: bytes, log: str, name: str) -> None:
     assert disk_module._decode(data, KEY)[0] == compiled
 
 
-def test_a_torn_file(store: DiskStore, caplog) -> None:
-    path = saved(store)
-    path.write_bytes(path.read_bytes()[:100])
-    refused(store, caplog, "torn")
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "torn": lambda whole, other: whole[:100],
+    "another key": lambda whole, other: other,
+    "damaged": lambda whole, other: other.replace(OTHER, KEY),
+    "schema 99": lambda whole, other: whole[:8] + b"\x63" + whole[9:],
+}
 
 
-def test_a_swapped_file(store: DiskStore, caplog) -> None:
-    path = saved(store)
-    store.save(OTHER, Compiled("cubin", b"other"))
-    path.write_bytes(store.path(OTHER).read_bytes())
-    refused(store, caplog, "another key")
-
-
-def test_a_swapped_file_with_the_right_key_written_in(store: DiskStore, caplog) -> None:
+@pytest.mark.parametrize("why", DAMAGE)
+def test_a_file_that_is_not_sound_counts_for_nothing(store: DiskStore, caplog, why: str) -> None:
+    """It is warned of, and its place can be used again."""
     path = saved(store)
     store.save(OTHER, Compiled("cubin", b"other"))
-    path.write_bytes(store.path(OTHER).read_bytes().replace(OTHER, KEY))
-    refused(store, caplog, "damaged")
-
-
-def test_another_schema(store: DiskStore, caplog) -> None:
-    path = saved(store)
-    data = bytearray(path.read_bytes())
-    data[8] = 99
-    path.write_bytes(data)
-    refused(store, caplog, "schema 99")
+    path.write_bytes(DAMAGE[why](path.read_bytes(), store.path(OTHER).read_bytes()))
+    assert store.load(KEY) is None
+    assert why in caplog.text and "compiling again" in caplog.text
+    assert store.statistics().rejected == 1
+    saved(store)
+    assert store.load(KEY) == CODE
 
 
 def test_a_filled_folder_in_the_files_place_costs_that_key_alone(store: DiskStore, caplog) -> None:
@@ -235,20 +217,16 @@ def test_a_read_only_file_system_is_still_read(store: DiskStore, caplog, monkeyp
 
 
 @posix
-def test_a_folder_that_others_may_write(store: DiskStore, caplog) -> None:
-    store.folder.mkdir()
-    store.folder.chmod(0o777)
-    assert not store.save(KEY, CODE)
-    assert "others may write" in caplog.text
-
-
-@posix
-def test_another_users_folder(store: DiskStore, caplog, monkeypatch) -> None:
+@pytest.mark.parametrize("why", ["others may write", "another user"])
+def test_a_folder_of_others(store: DiskStore, caplog, monkeypatch, why: str) -> None:
     store.folder.mkdir()
     me = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    if why == "another user":
+        monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    else:
+        store.folder.chmod(0o777)
     assert not store.save(KEY, CODE)
-    assert "another user" in caplog.text
+    assert why in caplog.text
 
 
 @nvrtc
