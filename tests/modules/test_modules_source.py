@@ -6,6 +6,7 @@ import math
 from enum import Enum
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -200,40 +201,34 @@ def test_options_in_the_compilers_words() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"arch": "hopper"},
-        {"max_registers": 8},
-        {"include": "/a"},
-        {"extra": "--flag"},
-        {"extra": ["-arch=sm_90"]},
-        {"arch": 90},
-        {"max_registers": "32"},
-        {"max_registers": 32.0},
-        {"std": None},
-        {"std": "c++17\0"},
-        {"include": ["/a\0b"]},
-        {"extra": ["-DN=1\0 2"]},
-        {"extra": [3]},
-        {"defines": {"N": "1\0 2"}},
-        {"defines": ["N"]},
-    ],
-)
-def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(InputError):
-        CompileOptions(**wrong)
-
-
 NO_MACROS = [True, False, np.True_, b"1", [1], math.inf, np.float32("nan"), Fraction(10**400)]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    *(({"defines": {"FLAG": value}}, "'FLAG'.*text or a number") for value in NO_MACROS),
+    *(({"fast_math": value}, "fast_math=.*True or False") for value in ("no", 0, 1, None)),
+    ({"line_info": 1}, "line_info=.*True or False"),
+    ({"arch": "hopper"}, "."),
+    ({"max_registers": 8}, "."),
+    ({"include": "/a"}, "."),
+    ({"extra": "--flag"}, "."),
+    ({"extra": ["-arch=sm_90"]}, "."),
+    ({"arch": 90}, "."),
+    ({"max_registers": "32"}, "."),
+    ({"max_registers": 32.0}, "."),
+    ({"std": None}, "."),
+    ({"std": "c++17\0"}, "."),
+    ({"include": ["/a\0b"]}, "."),
+    ({"extra": ["-DN=1\0 2"]}, "."),
+    ({"extra": [3]}, "."),
+    ({"defines": {"N": "1\0 2"}}, "."),
+    ({"defines": ["N"]}, "."),
+]
 
 
-@pytest.mark.parametrize("value", NO_MACROS, ids=lambda value: repr(value)[:20])
-def test_macros_are_text_or_numbers(value: object) -> None:
+@pytest.mark.parametrize(("wrong", "said"), WRONG, ids=lambda one: repr(one)[:20])
+def test_wrong_options_are_refused(wrong: dict[str, Any], said: str) -> None:
     """`#if FLAG` is false where FLAG is the word True, as Python writes it."""
-    with pytest.raises(InputError, match=r"'FLAG'.*text or a number"):
-        CompileOptions(defines={"FLAG": value})
-    assert CompileOptions(defines={"N": np.int32(3)}).defines == (("N", "3"),)
+    with pytest.raises(InputError, match=said):
+        CompileOptions(**wrong)
 
 
 def test_macros_have_the_value_of_the_number() -> None:
@@ -245,17 +240,11 @@ def test_macros_have_the_value_of_the_number() -> None:
     class Word(str, Enum):  # noqa: UP042 - str() of a StrEnum is its value already
         THREE = "3"
 
+    assert CompileOptions(defines={"N": np.int32(3)}).defines == (("N", "3"),)
     given = {"A": Number.THREE, "B": Word.THREE, "C": Fraction(1, 4), "D": 0.5, "E": 2**64}
     values = dict(CompileOptions(defines=given).defines)
     assert values == {"A": "3", "B": "3", "C": "0.25", "D": "0.5", "E": str(2**64)}
     assert type(values["B"]) is str
-
-
-@pytest.mark.parametrize("value", ["no", 0, 1, None])
-def test_switches_are_true_or_false(value: object) -> None:
-    for name in ("fast_math", "line_info"):
-        with pytest.raises(InputError, match=f"{name}=.*True or False"):
-            CompileOptions(**{name: value})
 
 
 def test_plain_flags_are_options() -> None:
