@@ -10,6 +10,7 @@ import gc
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -389,6 +390,9 @@ def test_a_node_that_holds_the_bytes_is_not_set_again() -> None:
     made_of = kernel_nodes(calls_of, CONTEXT, 1, [2], [0], raw_kernel(params))
     assert made_of is not None
     (node,) = made_of
+    short = raw_kernel(replace(params, arguments=KernelArguments(bytes(15), arguments.layout)))
+    with pytest.raises(ValueError, match="behind the last byte"):
+        kernel_nodes(calls_of, CONTEXT, 1, [2], [0], short)
 
     def made(place: int, raw: bytes) -> int:
         calls.clear()

@@ -1718,6 +1718,10 @@ kernel_nodes(PyObject *module, PyObject *args)
         if (params.function != last && !find_layout(last = params.function, layouts, NULL, &layout))
             goto fail;
         Py_ssize_t words = record->packed ? EXTRA_WORDS : record->size ? layout.count : 0;
+        if (words && !record->packed && layout.size > record->size) {
+            PyErr_SetString(PyExc_ValueError, "an argument ends behind the last byte");
+            goto fail;
+        }
         KernelNode *made = new_kernel_node(state->types[KERNEL_NODE], &params, words,
                                            data + record->start, record->size, record->packed);
         if (made == NULL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from ctypes import byref
 from typing import cast
 
@@ -27,7 +26,6 @@ from ostinato.driver.cuda import libcuda as cu
 from ostinato.driver.cuda.frozen import CudaFrozenGraph, raw_kernel
 from ostinato.driver.cuda.graphs import GraphCalls
 from ostinato.driver.launcher import kernel_nodes, prepare
-from ostinato.driver.signature import end_of
 from ostinato.errors import DriverError, Status
 
 # CUgraphInstantiateResult in words
@@ -112,16 +110,17 @@ class ExecCalls(GraphCalls):
     def exec_prepare_kernel(
         self, executable: ExecHandle, node: NodeHandle, params: KernelNodeParams
     ) -> KernelSetter | None:
-        data, layout = params.arguments.data, params.arguments.layout
-        fits = params.arguments.packed or end_of(layout) == len(data)
-        if self._off is not None or not all(self._set_addresses) or not fits:
+        arguments = params.arguments
+        known = arguments.packed or arguments.layout or not arguments.data
+        if self._off is not None or not all(self._set_addresses) or not known:
             return None
-        with suppress(struct.error):
+        try:
             content = raw_kernel(params)
             calls, context = self._set_addresses, self._context
             made = kernel_nodes(calls, context, executable, [node], [0], content)
-            return None if made is None else made[0]
-        return None
+        except (struct.error, ValueError):  # a number that is too large, or bytes that are too few
+            return None
+        return None if made is None else made[0]
 
     def exec_prepare_kernels(
         self,

@@ -75,7 +75,8 @@ _ATTRIBUTE = struct.Struct("=I16s")
 _VALUE_BYTES = ctypes.sizeof(cu.LaunchAttributeValue)
 
 
-def layout_bytes(layout: Sequence[ParameterSlot]) -> bytes:
+@lru_cache(maxsize=4096)
+def layout_bytes(layout: tuple[ParameterSlot, ...]) -> bytes:
     """Returns a layout as C takes it: 32-bit offset and size of each parameter."""
     return struct.pack(
         f"={2 * len(layout)}I", *(n for slot in layout for n in (slot.offset, slot.size))
