@@ -163,10 +163,14 @@ def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -
     faults.fail("exec_set_params", at=3, times=2)
     with pytest.raises(GraphError, match="instantiate its graph again"):
         run.rebind({a: b})
+    assert not run.usable()
+    faults.clear()
+    faults.fail("exec_set_params", at=3)
+    with pytest.raises(UpdateRefusedError):
+        run.rebind({a: b})  # a change that is taken back does not mend it
     for _ in range(2):
         with pytest.raises(GraphError, match="instantiate its graph again"):
             run.launch(stream)
-    assert not run.usable()
     run.graph.instantiate().launch(stream)
     assert (out.to_numpy(stream) == 6).all()
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -48,8 +48,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------ reading a graph
 
 
-@dataclass(frozen=True, slots=True)
-class OutlineEdge:
+class OutlineEdge(NamedTuple):
     """A dependency between two nodes of one body, by index."""
 
     source: int
