@@ -6,17 +6,11 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import KernelNodeParams
 from ostinato.explain import KnownMemory, PointerReport, add_memory_source
 from ostinato.graph.audit import MemoryMap, _sources, of_driver
 from tests.sources import config, kernel
 
 N = 64
-
-
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
 
 
 def scaled(device: Device, x: object) -> ost.Graph:
@@ -146,18 +140,9 @@ def test_the_executable_counts_and_not_its_definition(device: Device) -> None:
 
 
 def test_adopted_graphs_have_words_that_may_be_pointers(device: Device) -> None:
-    x = device.zeros(N, "f4", name="x")
-    graph = ost.Graph.adopt(device, int(scaled(device, x).handle), owner=None)
-    params = graph.node(0).params
-    assert isinstance(params, KernelNodeParams)
-    assert only_of_adopted(device, x).state == "live"
-
-
-def only_of_adopted(device: Device, x: ost.Buffer) -> PointerReport:
-    whole = scaled(device, x)
+    whole = scaled(device, device.zeros(N, "f4", name="x"))
     found = only(ost.Graph.adopt(device, int(whole.handle), owner=whole))
-    assert not found.typed
-    return found
+    assert not found.typed and found.state == "live"
 
 
 def test_other_libraries_tell_of_their_memory(device: Device) -> None:

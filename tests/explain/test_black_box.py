@@ -51,11 +51,16 @@ def ground(host: Device) -> Ground:
     return Ground(host)
 
 
+def chained(ground: Ground, *bad: Any) -> ost.GraphExec:
+    """twice, this kernel (name, shape, arguments), twice, a copy."""
+    graph = ost.Graph.create(ground.device)
+    chain(ground, graph, bad)
+    return graph.instantiate()
+
+
 def trapped(ground: Ground, turn: int = 1) -> ost.GraphExec:
     """twice, a trap at that turn, twice, a copy."""
-    graph = ost.Graph.create(ground.device)
-    chain(ground, graph, (*TRAP, (ground.count, turn)))
-    return graph.instantiate()
+    return chained(ground, *TRAP, (ground.count, turn))
 
 
 def fault_of(ground: Ground, run: ost.GraphExec, **options: Any) -> ContextPoisonedError:
@@ -63,6 +68,12 @@ def fault_of(ground: Ground, run: ost.GraphExec, **options: Any) -> ContextPoiso
         run.launch(ground.stream)
         ground.stream.synchronize()
     return caught.value
+
+
+def report_of(ground: Ground, run: ost.GraphExec, **options: Any) -> BlackBoxReport:
+    report = fault_of(ground, run, **options).report
+    assert isinstance(report, BlackBoxReport)
+    return report
 
 
 def running(report: BlackBoxReport) -> list[str]:
@@ -98,8 +109,7 @@ def row(ground: Ground, length: int, bad: int) -> ost.GraphExec:
 
 
 def test_with_fewer_marks_it_is_one_of_a_few_nodes(ground: Ground) -> None:
-    report = fault_of(ground, row(ground, 6, bad=3), every=2).report
-    assert isinstance(report, BlackBoxReport)
+    report = report_of(ground, row(ground, 6, bad=3), every=2)
     states = [node.state for node in report.replays[0].nodes]
     assert states == ["finished"] * 2 + ["running"] * 2 + ["waiting"] * 2
 
@@ -122,9 +132,7 @@ def test_what_may_have_started_early_is_named_too(
     graph = ost.Graph.create(ground.device)
     plants.early(ground, graph, (*TRAP, (ground.count, 1)))
     monkeypatch.setattr(CrumbTwin, "words", lambda self: list(words))
-    error = fault_of(ground, graph.instantiate())
-    assert isinstance(error.report, BlackBoxReport)
-    (replay,) = error.report.replays
+    (replay,) = report_of(ground, graph.instantiate()).replays
     assert [node.state for node in replay.nodes] == states
     text = str(replay)
     assert ("one that may have started early:" in text) == ("early" in states)
@@ -152,8 +160,7 @@ def test_no_mark_is_set_before_that_of_the_node_before(device: Device, off: bool
 
 
 def test_the_last_node_has_a_mark_in_any_case(ground: Ground) -> None:
-    report = fault_of(ground, row(ground, 4, bad=3), every=100).report
-    assert isinstance(report, BlackBoxReport)
+    report = report_of(ground, row(ground, 4, bad=3), every=100)
     assert running(report) == ["0", "1", "2", "3"]
 
 
@@ -173,10 +180,7 @@ def test_memory_that_nothing_kept_is_said_to_be_freed(ground: Ground) -> None:
 
 
 def test_it_says_what_had_finished_and_what_each_pointer_is(ground: Ground) -> None:
-    graph = ost.Graph.create(ground.device)
-    chain(ground, graph, ("touch", ONE, (ground.x[16:], 1 << 40)))
-    report = fault_of(ground, graph.instantiate()).report
-    assert isinstance(report, BlackBoxReport)
+    report = report_of(ground, chained(ground, "touch", ONE, (ground.x[16:], 1 << 40)))
     nodes = {node.path: node for node in report.replays[0].nodes}
     states = {path: node.state for path, node in nodes.items()}
     assert states == {"0": "finished", "1": "running", "2": "waiting", "3": "waiting"}
@@ -194,9 +198,8 @@ def test_memory_that_was_freed_after_the_first_replay_is_said_to_be_freed(
 
 
 def test_a_pointer_past_an_allocation_says_by_how_much_it_misses(ground: Ground) -> None:
-    graph = ost.Graph.create(ground.device)
-    chain(ground, graph, ("touch", ONE, (ground.x.address + 1024 + 64, 0)))
-    error = fault_of(ground, graph.instantiate())
+    past = ground.x.address + 1024 + 64
+    error = fault_of(ground, chained(ground, "touch", ONE, (past, 0)))
     assert "unknown, 64 bytes after the end of 'x' float32[256] (1024 bytes at " in str(error)
 
 
@@ -445,8 +448,8 @@ def test_a_deadline_is_seconds(device: Device, deadline: Any) -> None:
 def test_the_file_holds_the_report_and_the_command_prints_it(
     ground: Ground, tmp_path: Path
 ) -> None:
-    report = fault_of(ground, trapped(ground)).report
-    assert isinstance(report, BlackBoxReport) and report.file is not None
+    report = report_of(ground, trapped(ground))
+    assert report.file is not None
     assert Path(report.file).parent == tmp_path / "faults"
     assert BlackBoxReport.load(report.file) == report
     printed = here("autopsy", report.file)
@@ -758,9 +761,7 @@ def test_a_kernel_that_no_other_process_finds_is_in_no_file(ground: Ground) -> N
 
 def test_memory_that_was_freed_is_not_read(ground: Ground) -> None:
     """By other code, so that the launch is not refused; the copy would fault itself."""
-    address, graph = ground.allocated(), ost.Graph.create(ground.device)
-    chain(ground, graph, ("touch", ONE, (address, 0)))
-    run = graph.instantiate()
+    run = chained(ground, "touch", ONE, (ground.allocated(), 0))
     with pytest.raises(ContextPoisonedError, match="was freed before its last launch"):  # noqa: SIM117
         with ost.black_box(inputs="1 GiB"):
             run.launch(ground.stream)
@@ -791,9 +792,8 @@ def test_a_full_disk_costs_only_the_files(ground: Ground, tmp_path: Path, most: 
 
 
 def test_files_that_were_cut_off_are_refused_in_one_line(ground: Ground) -> None:
-    error = fault_of(ground, trapped(ground))
-    assert isinstance(error.report, BlackBoxReport) and error.report.file is not None
-    for file in (error.report.file, error.report.replays[0].file):
+    report = report_of(ground, trapped(ground))
+    for file in (report.file, report.replays[0].file):
         assert file is not None
         path, whole = Path(file), Path(file).read_bytes()
         for part in (0, 1, 3, len(whole) // 2, len(whole) - 1):

@@ -13,7 +13,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureError, GraphError, InputError
-from ostinato.explain import DifferenceCause, KnownMemory, first_difference
+from ostinato.explain import DifferenceCause, FirstDifference, KnownMemory, first_difference
 from tests.sources import config, kernel
 
 N = 300
@@ -86,6 +86,21 @@ class Work:
         if shape != "child":
             return str(at)
         return "1" if at == 4 else f"0.child.{at}"
+
+
+def line(device: Device, *launches: tuple[object, ...]) -> ost.Graph:
+    """A chain of kernels, each given by its name and its arguments."""
+    made, last = ost.Graph.create(device), list[ost.Node]()
+    for name, *args in launches:
+        last = [made.add_kernel(kernel(device, str(name)), config(N), *args, after=last)]
+    return made
+
+
+def paths(found: FirstDifference | None) -> tuple[str | None, str | None]:
+    """The places of the two nodes that differ; None for a run without such a node."""
+    assert found is not None
+    one, two = (None if node is None else node.path for node in (found.a, found.b))
+    return one, two
 
 
 Plant = Callable[[Work, list[Launch]], tuple[int, Launch | None]]
@@ -222,13 +237,9 @@ def test_nodes_in_another_order_are_no_difference(
     launches = other.launches()
     launches[2] = Launch("fill", (other.y, 4.0, N))  # alike to none: still the one that is left
     found = first_difference(stream, work.graph("fork"), ordered(launches))
-    assert found is not None
-    assert found.a is not None and found.b is not None
-    assert (found.a.path, found.b.path) == ("2", str(order.index(2)))
+    assert paths(found) == ("2", str(order.index(2)))
     found = first_difference(stream, ordered(launches), work.graph("fork"))
-    assert found is not None
-    assert found.a is not None and found.b is not None
-    assert (found.a.path, found.b.path) == (str(order.index(2)), "2")
+    assert paths(found) == (str(order.index(2)), "2")
 
 
 def test_nodes_of_one_name_are_paired_as_their_edges_allow(
@@ -253,14 +264,11 @@ def test_nodes_of_one_name_are_paired_as_their_edges_allow(
 
 def layers(work: Work, values: list[float | None]) -> ost.Graph:
     """A chain of layers at the same addresses: fill y, x += y, x doubles; None: without a fill."""
-    made, last = ost.Graph.create(work.device), list[ost.Node]()
+    launches: list[tuple[object, ...]] = []
     for value in values:
-        args: list[tuple[object, ...]] = [("fill", work.y, value, N)] if value else []
-        args += [("add", work.x, work.y, work.x, N), ("scale", work.x, N)]
-        for name, *given in args:
-            code = kernel(work.device, str(name))
-            last = [made.add_kernel(code, config(N), *given, after=last)]
-    return made
+        launches += [("fill", work.y, value, N)] if value else []
+        launches += [("add", work.x, work.y, work.x, N), ("scale", work.x, N)]
+    return line(work.device, *launches)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
@@ -275,8 +283,7 @@ def test_one_of_several_nodes_that_are_else_the_same(
     graphs = layers(works[0], [3, 3, 3]), layers(works[own], values)
     for pair in (graphs, graphs[::-1]):
         found = first_difference(stream, *pair)
-        assert found is not None and found.a is not None and found.b is not None
-        assert (found.a.path, found.b.path) == (str(3 * layer), str(3 * layer))
+        assert paths(found) == (str(3 * layer), str(3 * layer))
         assert found.cause is DifferenceCause.OTHER_ARGUMENT
 
 
@@ -287,11 +294,9 @@ def test_a_missing_node_of_several_of_its_name(
     works = Work(device), Work(device)
     graphs = layers(works[0], [3, 4, 5]), layers(works[own], [3, None, 5])
     found = first_difference(stream, *graphs)
-    assert found is not None and found.a is not None
-    assert (found.a.path, found.b, found.cause) == ("3", None, DifferenceCause.MISSING_NODE)
+    assert paths(found) == ("3", None) and found.cause is DifferenceCause.MISSING_NODE
     found = first_difference(stream, *graphs[::-1])
-    assert found is not None and found.b is not None
-    assert (found.a, found.b.path, found.cause) == (None, "3", DifferenceCause.MISSING_NODE)
+    assert paths(found) == (None, "3") and found.cause is DifferenceCause.MISSING_NODE
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
@@ -316,34 +321,22 @@ def test_an_additional_node_of_the_name_of_the_next_one(
     """In memory of its own: which of the two is the partner, more nodes tell."""
     works, graphs = (Work(device), Work(device)), []
     for work in works:
-        made, last = ost.Graph.create(device), list[ost.Node]()
-        for at in range(4):
-            if at == place and work is works[1]:
-                code = kernel(device, "scale")
-                last = [made.add_kernel(code, config(N), work.acc, N, after=last)]
-            for name, *args in (("scale", work.x, N), ("add", work.x, work.other, work.y, N)):
-                last = [made.add_kernel(kernel(device, str(name)), config(N), *args, after=last)]
-        graphs.append(made)
+        launches = [("scale", work.x, N), ("add", work.x, work.other, work.y, N)] * 4
+        if work is works[1]:
+            launches.insert(2 * place, ("scale", work.acc, N))
+        graphs.append(line(device, *launches))
     found = first_difference(stream, *graphs)
-    assert found is not None and found.b is not None
-    assert (found.a, found.b.path) == (None, str(2 * place)), str(found)
+    assert paths(found) == (None, str(2 * place)), str(found)
 
 
 def test_two_changes_are_not_taken_for_one(device: Device, stream: ost.Stream) -> None:
     """A node that is new, and one of its name that is another one later."""
-    work, graphs = Work(device), []
+    work = Work(device)
     fill, add = ("fill", work.y, 3.0, N), ("add", work.x, work.y, work.x, N)
-    for launches in (
-        (fill, add, ("scale", work.x, N)),
-        (fill, ("scale", work.y, N), add, ("halve", work.x, N)),
-    ):
-        made, last = ost.Graph.create(device), list[ost.Node]()
-        for name, *args in launches:
-            last = [made.add_kernel(kernel(device, str(name)), config(N), *args, after=last)]
-        graphs.append(made)
-    found = first_difference(stream, *graphs)
-    assert found is not None and found.b is not None
-    assert (found.a, found.b.path, found.cause) == (None, "1", DifferenceCause.MISSING_NODE)
+    one = line(device, fill, add, ("scale", work.x, N))
+    other = line(device, fill, ("scale", work.y, N), add, ("halve", work.x, N))
+    found = first_difference(stream, one, other)
+    assert paths(found) == (None, "1") and found.cause is DifferenceCause.MISSING_NODE
 
 
 def test_an_answer_that_is_also_an_input(device: Device, stream: ost.Stream) -> None:
@@ -368,33 +361,21 @@ def test_edges_that_contradict_each_other_are_no_difference(
     launches = work.launches()
 
     def ordered(*order: int) -> ost.Graph:
-        made, last = ost.Graph.create(device), []
-        for at in order:
-            one = launches[at]
-            last = [made.add_kernel(kernel(device, one.name), one.config, *one.args, after=last)]
-        return made
+        return line(device, *((launches[at].name, *launches[at].args) for at in order))
 
     one, other = ordered(0, 1, 2, 3, 4), ordered(2, 0, 1, 3, 4)
     assert first_difference(stream, one, other) is None
     launches[1] = Launch("halve", (work.x, N))
     found = first_difference(stream, one, ordered(2, 0, 1, 3, 4))
-    assert found is not None
-    assert found.a is not None and found.b is not None
-    assert (found.a.path, found.b.path) == ("1", "2")
+    assert paths(found) == ("1", "2")
 
 
 def test_each_run_has_its_own_order_where_they_contradict(
     device: Device, stream: ost.Stream
 ) -> None:
     x = device.array(np.full(N, 3, np.float32), name="x")
-    graphs = []
-    for names in (("scale", "fill"), ("fill", "scale")):
-        made, last = ost.Graph.create(device), []
-        for name in names:
-            args = (x, N) if name == "scale" else (x, 1.0, N)
-            last = [made.add_kernel(kernel(device, name), config(N), *args, after=last)]
-        graphs.append(made)
-    found = first_difference(stream, *graphs)
+    scale, fill = ("scale", x, N), ("fill", x, 1.0, N)
+    found = first_difference(stream, line(device, scale, fill), line(device, fill, scale))
     assert found is not None
     assert (found.cause, found.values) == (DifferenceCause.OTHER_ORDER, (6, 2))
     assert found.why == "node 0 (fill) comes before it in b and after it in a"
@@ -463,8 +444,8 @@ def test_runs_with_memory_of_their_own_are_compared_place_by_place(
     launches: list[Launch | None] = [*two.launches()]
     launches[3] = Launch("add", (two.y, two.y, two.out, N))
     found = first_difference(stream, one.graph("fork"), two.graph("fork", launches))
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.OTHER_ARGUMENT, "3")
+    assert found is not None and found.cause is DifferenceCause.OTHER_ARGUMENT
+    assert paths(found)[1] == "3"
     assert found.why == "argument 0 (a) is [x] in a and [y] in b"
 
 
@@ -473,12 +454,8 @@ def test_bytes_that_no_node_writes_do_not_count(device: Device, stream: ost.Stre
     graphs = []
     for garbage in (3.0, 4.0):
         arena = device.array(np.full((4, N), garbage, np.float32))
-        made = ost.Graph.create(device)
-        first = made.add_kernel(kernel(device, "fill"), config(N), arena[0], 1.0, N)
-        made.add_kernel(
-            kernel(device, "add"), config(N), arena[0], arena[0], arena[1], N, after=[first]
-        )
-        graphs.append(adopted(device, made))
+        add = "add", arena[0], arena[0], arena[1], N
+        graphs.append(adopted(device, line(device, ("fill", arena[0], 1.0, N), add)))
     assert first_difference(stream, *graphs) is None
 
 
@@ -494,26 +471,22 @@ def test_results_that_another_library_allocates_anew(device: Device, stream: ost
         given: tuple[ost.Buffer, ost.Buffer] = (x, y),
         places: tuple[int, int] = (0, 1),
     ) -> ost.Graph:
-        made = ost.Graph.create(device)
         inner, result = (arena[place] for place in places)
-        first = made.add_kernel(kernel(device, "add"), config(N), *given, inner, N)
-        second_node = made.add_kernel(kernel(device, second), config(N), inner, N, after=[first])
-        last = y, inner, result, N
-        made.add_kernel(kernel(device, "add"), config(N), *last, after=[second_node])
-        return adopted(device, made)
+        first, last = ("add", *given, inner, N), ("add", y, inner, result, N)
+        return adopted(device, line(device, first, (second, inner, N), last))
 
     owners = [device.context.owners.pop(arena.address) for arena in (*arenas, x, y)]
     one, other = (graph(arena) for arena in arenas)
     assert first_difference(stream, one, other) is None
     found = first_difference(stream, one, graph(arenas[1], "halve"))
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.OTHER_KERNEL, "1")
+    assert found is not None and found.cause is DifferenceCause.OTHER_KERNEL
+    assert paths(found)[1] == "1"
     assert [value.view(np.float32) for value in found.values or ()] == [6, 1.5]  # of unknown type
     assert "0x40c00000 (as f32 6) in a" in found.line()
     wrong = graph(arenas[1], given=(x, x))
     found = first_difference(stream, one, wrong)
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.OTHER_ARGUMENT, "0")
+    assert found is not None and found.cause is DifferenceCause.OTHER_ARGUMENT
+    assert paths(found)[1] == "0"
     assert first_difference(stream, one, graph(arenas[1], places=(1, 0))) is None
     found = first_difference(stream, one, graph(arenas[1], "halve", places=(1, 0)))
     assert found is not None and found.b is not None and found.b.path == "1"
@@ -544,16 +517,14 @@ def test_two_captures_that_use_a_pool_in_another_order(
 
     def graph(rows: tuple[int, ...], plant: bool = False) -> ost.Graph:
         one, two, three, last = (pool[row] for row in rows)
-        launches: list[tuple[object, ...]] = [
+        made = line(
+            device,
             ("add", x, y, one, N),
             ("scale", one, N),
             ("add", one, y, two, N),
             ("add", two, x if plant else y, three, N),
             ("add", three, two, last, N),
-        ]
-        made, after = ost.Graph.create(device), list[ost.Node]()
-        for name, *args in launches:
-            after = [made.add_kernel(kernel(device, name), config(N), *args, after=after)]
+        )
         return adopted(device, made)
 
     first = graph((0, 1, 0, 2))
@@ -578,11 +549,7 @@ def test_memory_that_its_library_has_taken_back(
         yield KnownMemory(rows[1].range, "an array", live=False)
 
     monkeypatch.setattr(sys.modules["ostinato.graph.audit"], "_sources", [told])
-    graphs = []
-    for row in rows[0], rows[1]:
-        made = ost.Graph.create(device)
-        made.add_kernel(kernel(device, "scale"), config(N), row, N)
-        graphs.append(adopted(device, made))
+    graphs = [adopted(device, line(device, ("scale", row, N))) for row in (rows[0], rows[1])]
     found = first_difference(stream, *graphs)
     assert found is not None and found.cause is DifferenceCause.STALE_POINTER
     assert found.why.endswith("the node was not run")
@@ -625,8 +592,8 @@ def test_memory_that_is_read_before_it_is_written(
     buffer.set(np.full(buffer.shape, 7, np.float32), stream)
     before = [b.to_numpy(stream) for w in (one, two) for b in w.buffers]
     found = first_difference(stream, one.graph("chain"), two.graph("chain"))
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.READ_BEFORE_WRITTEN, "4")
+    assert found is not None and found.cause is DifferenceCause.READ_BEFORE_WRITTEN
+    assert paths(found)[1] == "4"
     after = [b.to_numpy(stream) for w in (one, two) for b in w.buffers]
     np.testing.assert_equal(after, before)  # also what is only read
     place = {"acc": "argument 2 (y)", "factor": "argument 1 (factor)"}[name]
@@ -640,8 +607,8 @@ def test_a_forgotten_rebind_is_a_stale_pointer(device: Device, stream: ost.Strea
         for node in (0, 1):  # and not node 3
             wrong.set(node, "out" if node == 0 else "x", fresh.x)
         found = first_difference(stream, run, wrong)
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
+    assert found is not None and found.cause is DifferenceCause.STALE_POINTER
+    assert paths(found)[1] == "3"
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["ours", "adopted"])
@@ -656,8 +623,8 @@ def test_a_node_that_points_at_freed_memory_is_not_run(
         graphs = [adopted(device, graph) for graph in graphs]
     work.other.close()
     found = first_difference(stream, *graphs)
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
+    assert found is not None and found.cause is DifferenceCause.STALE_POINTER
+    assert paths(found)[1] == "3"
     assert "argument 1 of b is 0x" in found.why and "was not run" in found.why
     device.context.synchronize()  # no fault
 
@@ -675,8 +642,8 @@ def test_freed_memory_at_whose_place_is_other_memory_by_now(
     if all(other.address != address for other in others):
         pytest.skip("this driver does not use the place again")
     found = first_difference(stream, right, wrong)
-    assert found is not None and found.b is not None
-    assert (found.cause, found.b.path) == (DifferenceCause.STALE_POINTER, "3")
+    assert found is not None and found.cause is DifferenceCause.STALE_POINTER
+    assert paths(found)[1] == "3"
     assert "was not run" in found.why
 
 
@@ -706,8 +673,7 @@ def test_bytes_that_nobody_set_are_no_stale_pointer(device: Device, stream: ost.
 
 
 def test_a_pointer_to_no_memory_is_told_in_both(device: Device, stream: ost.Stream) -> None:
-    graph = ost.Graph.create(device)
-    graph.add_kernel(kernel(device, "fill"), config(N), 0x1000, 1.0, N)
+    graph = line(device, ("fill", 0x1000, 1.0, N))
     found = first_difference(stream, graph, graph.clone())
     assert found is not None and found.cause is DifferenceCause.STALE_POINTER
     assert found.why.startswith("argument 0 of a is 0x1000, where no memory is")
@@ -723,8 +689,7 @@ def test_the_node_that_is_left_has_the_stale_pointer(device: Device, stream: ost
             graph.add_kernel(kernel(device, "scale"), config(N), buffer, N)
         graphs.append(graph)
     found = first_difference(stream, *graphs)
-    assert found is not None and found.a is not None and found.b is not None
-    assert (found.a.path, found.b.path) == ("0", "1")
+    assert paths(found) == ("0", "1")
 
 
 def test_a_node_that_is_switched_off(device: Device, stream: ost.Stream) -> None:

@@ -58,6 +58,13 @@ def wait(launch: object, x: np.ndarray) -> None:
 SOURCE = ost.Source(CUDA, host=[wait], name="wait.cu")
 
 
+def filling(device: Device, x: ost.Buffer) -> ost.Graph:
+    """A graph of one kernel, which fills x with ones."""
+    graph = ost.Graph.create(device)
+    graph.add_kernel(kernel(device, "fill"), config(N), x, 1.0, N)
+    return graph
+
+
 def launches_of(times: NodeTimes, launches: int) -> int:
     """How often a profile launched the work."""
     return launches * (2 * times.replays + 6)
@@ -84,7 +91,7 @@ def test_a_slow_node_is_told_from_fast_ones(device: Device, stream: ost.Stream) 
     np.testing.assert_array_equal(x.to_numpy(stream), np.full(N, 2, np.float32))
 
 
-def program(device: Device, work: ost.Graph | None = None) -> tuple[ost.Graph, list[ost.Buffer]]:
+def program(device: Device) -> tuple[ost.Graph, list[ost.Buffer]]:
     """A fork with copies, fills and a child graph: y = 2 + 1, and z a copy of y."""
     x, y, z = (device.zeros(N, np.float32) for _ in range(3))
     child = ost.Graph.create(device)
@@ -171,8 +178,7 @@ def test_changed_arguments_and_what_comes_before_launches(
 ) -> None:
     x, other = (device.zeros(N, np.float32) for _ in range(2))
     called = []
-    graph = ost.Graph.create(device)
-    graph.add_kernel(kernel(device, "fill"), config(N), x, 1.0, N)
+    graph = filling(device, x)
     graph.before_launch = called.append
     with graph.instantiate() as run:
         run.set(0, "out", other)
@@ -196,8 +202,7 @@ def test_programmatic_launch_is_told(device: Device, stream: ost.Stream) -> None
 
 def test_what_cannot_be_timed_is_refused(device: Device, stream: ost.Stream) -> None:
     x = device.zeros(N, np.float32)
-    graph = ost.Graph.create(device)
-    graph.add_kernel(kernel(device, "fill"), config(N), x, 1.0, N)
+    graph = filling(device, x)
     run = graph.instantiate()
     for replays in (0, 1.5):
         with pytest.raises(InputError, match="replays"):
@@ -225,15 +230,20 @@ def counting(device: Device) -> tuple[ost.GraphExec, ost.Buffer]:
     return graph.instantiate(), count
 
 
+def launch(run: ost.GraphExec, stream: ost.Stream, times: int) -> None:
+    """Launches so many times, each after the launch before has ended."""
+    for _ in range(times):
+        run.launch(stream)
+        stream.synchronize()
+
+
 def test_one_launch_in_so_many_is_timed_and_each_does_its_work_once(
     device: Device, stream: ost.Stream
 ) -> None:
     run, count = counting(device)
     with run.profile(stream=stream, sample=4) as sampler:
         assert sampler.times().replays == 0 and sampler.times().nodes == ()
-        for _ in range(10):
-            run.launch(stream)
-            stream.synchronize()
+        launch(run, stream, 10)
         times = sampler.times()
     run.launch(stream)
     assert count.to_numpy(stream)[0] == 11
@@ -246,9 +256,7 @@ def test_one_launch_in_so_many_is_timed_and_each_does_its_work_once(
 def test_the_latest_samples_are_kept(device: Device, stream: ost.Stream) -> None:
     run, _ = counting(device)
     with run.profile(stream=stream, sample=2, replays=3) as sampler:
-        for _ in range(12):
-            run.launch(stream)
-            stream.synchronize()
+        launch(run, stream, 12)
         assert sampler.times().replays == 3
 
 
@@ -315,13 +323,9 @@ def test_a_changed_executable_is_timed_as_it_is(
     run, count = counting(device)
     same, other = counting(device)
     with run.profile(stream=stream, sample=2) as sampler:
-        for _ in range(2):
-            run.launch(stream)
-        stream.synchronize()
+        launch(run, stream, 2)
         CHANGED[how](run, other, same.graph)
-        for _ in range(4):
-            run.launch(stream)
-            stream.synchronize()
+        launch(run, stream, 4)
         assert sampler.times().replays == 3, "the same nodes: their rows count on"
     assert count.to_numpy(stream)[0] == 2
     assert other.to_numpy(stream)[0] == 4
@@ -332,9 +336,7 @@ def test_rows_of_other_nodes_are_dropped(device: Device, stream: ost.Stream) -> 
     with run.profile(stream=stream, sample=2) as sampler:
         for enabled in (True, False):
             run.set(1, enabled=enabled)
-            for _ in range(2):
-                run.launch(stream)
-                stream.synchronize()
+            launch(run, stream, 2)
         times = sampler.times()
     assert [node.path for node in times.nodes] == ["0", "2"] and times.replays == 1
     assert count.to_numpy(stream)[0] == 2
@@ -393,9 +395,7 @@ def test_a_capture_of_other_code_is_not_joined(device: Device, stream: ost.Strea
         driver.graph_destroy(driver.stream_end_capture(side.handle))
         stream.synchronize()
         assert sampler.times().replays == 0 and not sampler.stopped
-        for _ in range(2):
-            run.launch(stream)
-        stream.synchronize()
+        launch(run, stream, 2)
         assert sampler.times().replays == 1
     assert count.to_numpy(stream)[0] == 5
 
@@ -437,14 +437,11 @@ def test_what_comes_before_launches_comes_before_timed_ones(
     device: Device, stream: ost.Stream
 ) -> None:
     called, x = list[ost.Stream](), device.zeros(N, np.float32)
-    graph = ost.Graph.create(device)
-    graph.add_kernel(kernel(device, "fill"), config(N), x, 1.0, N)
+    graph = filling(device, x)
     graph.before_launch = called.append
     run = graph.instantiate()
     with run.profile(stream=stream, sample=2) as sampler:
-        for _ in range(4):
-            run.launch(stream)
-            stream.synchronize()
+        launch(run, stream, 4)
         assert sampler.times().replays == 2
     assert called == [stream] * 4
 
@@ -498,9 +495,7 @@ def test_a_launch_that_is_refused_is_no_measure_of_a_replay() -> None:
             driver.fail("exec_launch")
             with pytest.raises(DriverError):
                 run.launch(stream)
-            for _ in range(3):
-                run.launch(stream)
-                stream.synchronize()
+            launch(run, stream, 3)
             assert sampler.times().replays == 1 and not sampler.stopped
         assert count.to_numpy(stream)[0] == 3
 
@@ -508,9 +503,7 @@ def test_a_launch_that_is_refused_is_no_measure_of_a_replay() -> None:
 def test_a_sampler_that_is_dropped_leaves_nothing(device: Device, stream: ost.Stream) -> None:
     run, _ = counting(device)
     sampler = run.profile(stream=stream, sample=2)
-    for _ in range(3):
-        run.launch(stream)
-    stream.synchronize()
+    launch(run, stream, 3)
     gone = weakref.ref(sampler)
     del sampler, run
     for _ in range(3):  # the twin first, then what it held

@@ -10,6 +10,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.api import ChildGraphNodeParams, MemcpyNodeParams, MemsetNodeParams
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import ClosedError, GraphError, InputError, UpdateRefusedError
 from ostinato.testing import FaultyDriver, HeldStream
 from tests.footguns.common import N, addresses, doubling, graph_of, ones
@@ -117,11 +118,11 @@ def test_a_rebind_says_what_reaches_into_the_range_from_outside(
     assert "reaches into it" in report.left[0].why
 
 
-def test_a_refused_change_takes_back_all_that_was_made_before_it(host_device: Device) -> None:
+def test_a_refused_change_takes_back_all_that_was_made_before_it() -> None:
     """The undo sets what the executable had, and not what its definition has.
 
     All values differ from each other and from zero, so that half an undo shows."""
-    faults = FaultyDriver(host_device.driver)
+    faults = FaultyDriver(HostDriver())
     device = preload(Device(faults))
     stream = device.create_stream()
     a, b, c = (device.array(np.full(N, v, np.float32)) for v in (3, 5, 7))
@@ -147,8 +148,8 @@ def test_a_refused_change_takes_back_all_that_was_made_before_it(host_device: De
     assert [out.to_numpy(stream)[0] for out in outs] == [12, 10, 10, 10]
 
 
-def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -> None:
-    faults = FaultyDriver(host_device.driver)
+def test_an_executable_whose_undo_is_refused_runs_no_more() -> None:
+    faults = FaultyDriver(HostDriver())
     device = preload(Device(faults))
     stream = device.create_stream()
     a, b = (device.array(np.full(N, v, np.float32)) for v in (3, 5))
@@ -163,15 +164,19 @@ def test_an_executable_whose_undo_is_refused_runs_no_more(host_device: Device) -
     faults.fail("exec_set_params", at=3, times=2)
     with pytest.raises(GraphError, match="instantiate its graph again"):
         run.rebind({a: b})
+    assert not run.usable()
+    faults.clear()
+    faults.fail("exec_set_params", at=3)
+    with pytest.raises(UpdateRefusedError):
+        run.rebind({a: b})  # a change that is taken back does not mend it
     for _ in range(2):
         with pytest.raises(GraphError, match="instantiate its graph again"):
             run.launch(stream)
-    assert not run.usable()
     run.graph.instantiate().launch(stream)
     assert (out.to_numpy(stream) == 6).all()
 
 
-def test_a_refused_patch_by_bytes_leaves_the_argument(host_device: Device) -> None:
+def test_a_refused_patch_by_bytes_leaves_the_argument() -> None:
     """The executable watches all memory, and one of its buffers is closed before the patch."""
 
     @ost.host_kernel("p: bytes[16], out: *out f32")
@@ -179,7 +184,7 @@ def test_a_refused_patch_by_bytes_leaves_the_argument(host_device: Device) -> No
         one, other = (launch.memory(int(word), 4 * N) for word in np.frombuffer(p, np.uint64))
         out[:N] = one.view(np.float32) + other.view(np.float32)
 
-    faults = FaultyDriver(host_device.driver)
+    faults = FaultyDriver(HostDriver())
     device = Device(faults)
     stream = device.create_stream()
     adding = device.modules.get_or_compile(ost.Source(host=[add_struct]), "add_struct")

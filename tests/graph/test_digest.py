@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,13 +17,23 @@ Build = Callable[[Device, ost.Graph, list[ost.Buffer]], None]
 
 
 def chain(
-    device: Device, graph: ost.Graph, buffers: list[ost.Buffer], *, value: float = 1.0, n: int = 64
+    device: Device,
+    graph: ost.Graph,
+    buffers: list[ost.Buffer],
+    *,
+    value: float = 1.0,
+    n: int = 64,
+    name: str = "fill",
+    joined: bool = True,
+    copied: int = 64,
+    filled: type = np.float32,
 ) -> None:
-    """A fill, a kernel after it, and a copy after both."""
+    """A fill, a kernel after it, and a copy after both, or after the kernel alone."""
     x, y = buffers
-    fill = graph.add_fill(x, 0)
-    scaled = graph.add_kernel(kernel(device, "fill"), config(n), x, value, 64, after=[fill])
-    graph.add_copy(y, x, after=[fill, scaled])
+    fill = graph.add_fill(x.view(dtype=filled), 0)
+    arguments = (x, value, 64) if name == "fill" else (x, 64)
+    scaled = graph.add_kernel(kernel(device, name), config(n), *arguments, after=[fill])
+    graph.add_copy(y[:copied], x[:copied], after=[fill, scaled] if joined else [scaled])
 
 
 def digest_of(device: Device, build: Build, n: int = 64) -> str:
@@ -38,10 +49,7 @@ def test_addresses_handles_and_values_do_not_count(device: Device) -> None:
     kept = [device.zeros(1000, np.float32) for _ in range(3)]
     assert digest_of(device, chain) == first, "other buffers, functions and handles"
 
-    def other_value(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-        chain(device, graph, buffers, value=2.0)
-
-    assert digest_of(device, other_value) == first and len(kept) == 3
+    assert digest_of(device, partial(chain, value=2.0)) == first and len(kept) == 3
 
 
 def test_a_captured_graph_and_its_clone_have_one_digest(device: Device) -> None:
@@ -56,68 +64,32 @@ def test_a_captured_graph_and_its_clone_have_one_digest(device: Device) -> None:
     assert capture.graph.digest() == before
 
 
-def other_kernel(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    x, y = buffers
-    fill = graph.add_fill(x, 0)
-    scaled = graph.add_kernel(kernel(device, "scale"), config(64), x, 64, after=[fill])
-    graph.add_copy(y, x, after=[fill, scaled])
-
-
-def other_grid(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    chain(device, graph, buffers, n=256)
-
-
-def other_edges(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    x, y = buffers
-    fill = graph.add_fill(x, 0)
-    scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
-    graph.add_copy(y, x, after=[scaled])
-
-
-def other_copy(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    x, y = buffers
-    fill = graph.add_fill(x, 0)
-    scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
-    graph.add_copy(y[:32], x[:32], after=[fill, scaled])
-
-
-def other_fill(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    x, y = buffers
-    fill = graph.add_fill(x.view(dtype=np.uint8), 0)
-    scaled = graph.add_kernel(kernel(device, "fill"), config(64), x, 1.0, 64, after=[fill])
-    graph.add_copy(y, x, after=[fill, scaled])
-
-
 def one_more(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
     chain(device, graph, buffers)
     graph.add_empty()
 
 
-def as_a_child(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
+def as_a_child(
+    device: Device, graph: ost.Graph, buffers: list[ost.Buffer], *, joined: bool = True
+) -> None:
     child = ost.Graph.create(device)
-    chain(device, child, buffers)
-    graph.add_child(child)
-
-
-def as_another_child(device: Device, graph: ost.Graph, buffers: list[ost.Buffer]) -> None:
-    child = ost.Graph.create(device)
-    other_edges(device, child, buffers)
+    chain(device, child, buffers, joined=joined)
     graph.add_child(child)
 
 
 def test_what_runs_and_in_which_order_counts(device: Device) -> None:
-    builds = [
-        chain,
-        other_kernel,
-        other_grid,
-        other_edges,
-        other_copy,
-        other_fill,
-        one_more,
-        as_a_child,
-        as_another_child,
-    ]
-    digests = {build.__name__: digest_of(device, build) for build in builds}
+    builds: dict[str, Build] = {
+        "chain": chain,
+        "other kernel": partial(chain, name="scale"),
+        "other grid": partial(chain, n=256),
+        "other edges": partial(chain, joined=False),
+        "other copy": partial(chain, copied=32),
+        "other fill": partial(chain, filled=np.uint8),
+        "one more": one_more,
+        "as a child": as_a_child,
+        "as another child": partial(as_a_child, joined=False),
+    }
+    digests = {name: digest_of(device, build) for name, build in builds.items()}
     assert len(set(digests.values())) == len(builds), digests
 
 

@@ -217,9 +217,24 @@ def kernels(manifest: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def pointer(key: str, value: int) -> Any:
+def put(where: str, value: Any) -> Any:
+    """Sets what is at a place ("graph/edges/data", with numbers for places in lists)."""
+
+    def change(m: dict[str, Any]) -> None:
+        *path, key = (int(n) if n.lstrip("-").isdecimal() else n for n in where.split("/"))
+        at(m, tuple(path))[key] = value
+
+    return change
+
+
+def more(where: str, *values: Any) -> Any:
+    """Adds to the list at a place."""
+    return lambda m: at(m, tuple(where.split("/"))).extend(values)
+
+
+def pointer(key: str, value: Any) -> Any:
     """Changes the first address."""
-    return lambda m: kernels(m)["pointers"][key].__setitem__(0, value)
+    return put(f"{WORDS}/{key}/0", value)
 
 
 def twice(m: dict[str, Any]) -> None:
@@ -230,8 +245,8 @@ def twice(m: dict[str, Any]) -> None:
 
 def add_edge(source: int, target: int) -> Any:
     def add(m: dict[str, Any]) -> None:
-        m["graph"]["edges"]["source"].append(source)
-        m["graph"]["edges"]["target"].append(target)
+        more("graph/edges/source", source)(m)
+        more("graph/edges/target", target)(m)
 
     return add
 
@@ -261,64 +276,49 @@ def last(m: dict[str, Any], node: dict[str, Any]) -> None:
     graph["nodes"].append({"at": len(graph["nodes"]) + len(graph["kernels"]["size"]), **node})
 
 
+KERNELS, WORDS = "graph/kernels", "graph/kernels/pointers"
+COPY = {
+    **dict.fromkeys(("depth", "dst_pitch", "src_pitch", "dst_height", "src_height", "height"), 1),
+    "name": "copy",
+    "kind": "memcpy",
+    "width": 1 << 20,
+    "pointers": [["dst", 0, 0, "field"], ["src", 0, 0, "field"]],
+}
+OTHER_KERNEL = "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel"
 HOSTILE: dict[str, tuple[Any, str]] = {
-    "a newer format": (lambda m: m.update(version=2), "format 2; this release reads 1"),
-    "another format": (lambda m: m.update(format="zip"), "no graph file"),
-    "an edge out of range": (
-        add_edge(0, 99),
-        "target: 99 is no whole number from 0 to",
-    ),
+    "a newer format": (put("version", 2), "format 2; this release reads 1"),
+    "another format": (put("format", "zip"), "no graph file"),
+    "an edge out of range": (add_edge(0, 99), "target: 99 is no whole number from 0 to"),
     "a cycle": (add_edge(1, 0), "close a cycle"),
     "an edge to itself": (add_edge(1, 1), "1 is joined to itself"),
     "an edge twice": (add_edge(0, 1), "joined twice"),
-    "an edge of half": (
-        lambda m: m["graph"]["edges"]["source"].append(0),
-        "another list has more or fewer",
-    ),
+    "an edge of half": (more("graph/edges/source", 0), "another list has more or fewer"),
     "data of an edge that is not there": (
-        lambda m: m["graph"]["edges"]["data"].append([99, 0, 0, 0]),
+        more("graph/edges/data", [99, 0, 0, 0]),
         "there is no edge 99",
     ),
     "an edge of no type": (
-        lambda m: m["graph"]["edges"]["data"].append([0, 0, 0, 9]),
+        more("graph/edges/data", [0, 0, 0, 9]),
         "ports or a type that are not known",
     ),
-    "a word outside its arguments": (
-        pointer("place", 4096),
-        "a word at 4096 is outside the arguments",
-    ),
-    "a word across two arguments": (
-        pointer("place", 12),
-        "a word at 12 is outside",
-    ),
-    "two words at one place": (
-        twice,
-        "two words are at one place",
-    ),
-    "a pointer out of its block": (
-        pointer("into", 1 << 30),
-        "points out of its block",
-    ),
-    "a block that is not there": (
-        pointer("block", 77),
-        "block: 77 is no whole number from 0 to",
-    ),
+    "a word outside its arguments": (pointer("place", 4096), "a word at 4096 is outside the arg"),
+    "a word across two arguments": (pointer("place", 12), "a word at 12 is outside"),
+    "two words at one place": (twice, "two words are at one place"),
+    "a pointer out of its block": (pointer("into", 1 << 30), "points out of its block"),
+    "a block that is not there": (pointer("block", 77), "block: 77 is no whole number from 0 to"),
     "a pointer of a kernel that is not there": (
-        lambda m: m["graph"]["kernels"]["pointers"]["kernel"].__setitem__(-1, 77),
+        put(f"{WORDS}/kernel/-1", 77),
         "kernel: 77 is no whole number from 0 to",
     ),
     "pointers in another order": (
-        lambda m: m["graph"]["kernels"]["pointers"]["kernel"].reverse(),
+        lambda m: kernels(m)["pointers"]["kernel"].reverse(),
         "they are not in order",
     ),
     "a proof that is none": (pointer("proof", 9), "proof: 9 is no whole number from 0 to"),
     "a number below zero": (pointer("into", -1), "into: -1 is no whole number"),
     "a number that fits no word": (pointer("into", 1 << 64), "into: 18446744073709551616 is no"),
-    "half a number": (lambda m: pointer("into", 0)(m) or pointer("place", 0.5)(m), "place: 0.5 is"),
-    "arguments that are too few": (
-        lambda m: kernels(m)["size"].__setitem__(0, 8),
-        "the function takes more bytes",
-    ),
+    "half a number": (pointer("place", 0.5), "place: 0.5 is"),
+    "arguments that are too few": (put(f"{KERNELS}/size/0", 8), "the function takes more bytes"),
     "arguments without bytes": (
         lambda m: kernels(m).update(data=kernels(m)["data"][:-16]),
         "bytes, and .* belong here",
@@ -328,33 +328,24 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "are no hexadecimal digits",
     ),
     "a function that is not there": (
-        lambda m: kernels(m)["function"].__setitem__(0, 99),
+        put(f"{KERNELS}/function/0", 99),
         "function: 99 is no whole number from 0 to",
     ),
     "a condition of no kernel": (
-        lambda m: kernels(m)["conditions"].append([99, 0, 0]),
+        more(f"{KERNELS}/conditions", [99, 0, 0]),
         "there is no such kernel or condition",
     ),
     "a condition in the place of an address": (
         lambda m: kernels(m)["conditions"].append([0, kernels(m)["pointers"]["place"][0], 0]),
         "two words are at one place",
     ),
-    "two names of one kernel": (
-        lambda m: kernels(m).update(names=[[0, "a"], [0, "b"]]),
-        "a kernel has two",
-    ),
+    "two names of one kernel": (put(f"{KERNELS}/names", [[0, "a"], [0, "b"]]), "a kernel has two"),
     "two nodes at one place": (
         lambda m: m["graph"]["nodes"][1].update(at=m["graph"]["nodes"][0]["at"]),
         "at: .* is no whole number",
     ),
-    "a node behind the last": (
-        lambda m: m["graph"]["nodes"][-1].update(at=99),
-        "at: 99 is no whole number",
-    ),
-    "a block without bytes": (
-        lambda m: m["blocks"]["nbytes"].__setitem__(0, 0),
-        "block 0 has none",
-    ),
+    "a node behind the last": (put("graph/nodes/-1/at", 99), "at: 99 is no whole number"),
+    "a block without bytes": (put("blocks/nbytes/0", 0), "block 0 has none"),
     "an alloc node of two blocks": (
         lambda m: m["blocks"]["alloc"].append([0, m["blocks"]["alloc"][0][1]]),
         "alloc nodes and the blocks|memory of an alloc node",
@@ -363,111 +354,74 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["buffers"]["name"].__setitem__(1, m["buffers"]["name"][0]),
         "two have one name",
     ),
-    "a buffer of half": (lambda m: m["buffers"]["name"].append("z"), "more or fewer entries"),
+    "a buffer of half": (more("buffers/name", "z"), "more or fewer entries"),
     "a buffer that overlaps the end of its block": (
-        lambda m: m["buffers"]["into"].__setitem__(0, 4),
+        put("buffers/into/0", 4),
         "8 bytes at 4 reach out of block",
     ),
-    "more memory than there is": (
-        lambda m: m["blocks"]["nbytes"].__setitem__(0, 1 << 40),
-        "and .* are free",
-    ),
-    "more nodes than a graph has": (lambda m: m["graph"].update(nodes=[{}] * 5), "is missing"),
+    "more memory than there is": (put("blocks/nbytes/0", 1 << 40), "and .* are free"),
+    "more nodes than a graph has": (put("graph/nodes", [{}] * 5), "is missing"),
     "graphs inside graphs": (deep, "33 deep"),
-    "Python objects": (
-        lambda m: m["buffers"]["dtype"].__setitem__(0, "O"),
-        "no type of plain numbers",
-    ),
-    "a huge shape": (
-        lambda m: m["buffers"]["shape"].__setitem__(0, [1 << 40] * 30),
-        "reach out",
-    ),
+    "Python objects": (put("buffers/dtype/0", "O"), "no type of plain numbers"),
+    "a huge shape": (put("buffers/shape/0", [1 << 40] * 30), "reach out"),
     "another kernel": (
-        lambda m: m["functions"][0].update(target="tests.graphfile.file_kernels:add"),
-        "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel",
+        put("functions/0/target", "tests.graphfile.file_kernels:add"),
+        OTHER_KERNEL,
     ),
     "a function that is no kernel": (
-        lambda m: m["functions"][0].update(target="os:system"),
+        put("functions/0/target", "os:system"),
         "os:system is no kernel of the host",
     ),
-    "an expression": (
-        lambda m: m["functions"][0].update(target="os:system('true')"),
-        "no place of a kernel",
-    ),
+    "an expression": (put("functions/0/target", "os:system('true')"), "no place of a kernel"),
     "a signature of other parameters": (
-        lambda m: m["functions"][0].update(signature="all: bytes[100000]"),
+        put("functions/0/signature", "all: bytes[100000]"),
         "signature: it does not say where the parameters are",
     ),
     "an address without effect": (
-        lambda m: kernels(m).update(unused=[[0, 12, 2]]),
+        put(f"{KERNELS}/unused", [[0, 12, 2]]),
         "2 bytes at 12 are no free bytes",
     ),
     "bytes without effect beyond the arguments": (
-        lambda m: kernels(m).update(unused=[[0, 0, 1], [0, 4000, 1]]),
+        put(f"{KERNELS}/unused", [[0, 0, 1], [0, 4000, 1]]),
         "1 bytes at 4000 are no free bytes",
     ),
     "bytes without effect of a kernel that is not there": (
-        lambda m: kernels(m).update(unused=[[99, 0, 1]]),
+        put(f"{KERNELS}/unused", [[99, 0, 1]]),
         "1 bytes at 0 are no free bytes of kernel 99",
     ),
     "what nothing is known of": (
         lambda m: last(m, {"name": "e", "kind": "empty", "unused": [[0, 1]]}),
         "'unused': this release knows no such entry",
     ),
-    "code of another driver": (
-        lambda m: m["functions"][0].update(kind="cubin"),
-        "does not run its code",
-    ),
+    "code of another driver": (put("functions/0/kind", "cubin"), "does not run its code"),
     "a launch that is not there": (
-        lambda m: kernels(m)["launch"].__setitem__(0, 99),
+        put(f"{KERNELS}/launch/0", 99),
         "launch: 99 is no whole number from 0 to",
     ),
-    "a launch of no blocks": (
-        lambda m: m["launches"][0].update(grid=[0, 1, 1]),
-        "0 is no whole number from 1",
-    ),
-    "a cluster of text": (
-        lambda m: m["launches"][0].update(cluster="2"),
-        "cluster: '2' is no list of 3",
-    ),
+    "a launch of no blocks": (put("launches/0/grid", [0, 1, 1]), "0 is no whole number from 1"),
+    "a cluster of text": (put("launches/0/cluster", "2"), "cluster: '2' is no list of 3"),
     "a look that is none": (
-        lambda m: m["buffers"]["look"].__setitem__(0, ["<i4", [-1], None]),
+        put("buffers/look/0", ["<i4", [-1], None]),
         "look: -1 is no whole number",
     ),
     "a type of a look that is code": (
-        lambda m: m["buffers"]["look"].__setitem__(0, ["__import__('os')", [2], None]),
+        put("buffers/look/0", ["__import__('os')", [2], None]),
         "is no type of an array",
     ),
-    "content of no buffer": (
-        lambda m: m["tensors"].update({"inputs/z": "0" * 64}),
-        "'inputs/z' is of no buffer",
-    ),
+    "content of no buffer": (put("tensors", {"inputs/z": "0" * 64}), "'inputs/z' is of no buffer"),
     "content under another's digest": (
         lambda m: m["tensors"].update({"inputs/x": m["tensors"]["constants/w"]}),
         "the content of 'inputs/x' is not what its digest says",
     ),
     "content under no digest": (
-        lambda m: m["tensors"].update({"inputs/x": "../../secret"}),
+        put("tensors", {"inputs/x": "../../secret"}),
         "is no SHA-256 digest",
     ),
     "an input without content": (
         lambda m: m["tensors"].pop("inputs/x"),
         "the content of 'inputs/x' is not in it",
     ),
-    "a copy of more than its blocks have": (
-        lambda m: last(
-            m,
-            {
-                **dict.fromkeys(("depth", "dst_pitch", "src_pitch", "dst_height", "src_height"), 1),
-                "name": "copy",
-                "kind": "memcpy",
-                "width": 1 << 20,
-                "height": 1,
-                "pointers": [["dst", 0, 0, "field"], ["src", 0, 0, "field"]],
-            },
-        ),
-        "leave block",
-    ),
+    "a copy of more than its blocks have": (lambda m: last(m, COPY), "leave block"),
 }
 
 

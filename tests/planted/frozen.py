@@ -8,8 +8,6 @@ import ostinato as ost
 from ostinato.step import Cause
 from tests.planted.programme import (
     EXACT,
-    INPUT,
-    OUTPUT,
     STATE,
     Caught,
     Programme,
@@ -32,14 +30,12 @@ class FrozenLength(Programme):
     Right: the length is a size of the step.
     """
 
+    takes = "x: input, out: output"
     calls = 6
     buckets = EXACT
 
     def make(self) -> None:
         self.x, self.out, self.length = self.array(range(1, 9)), self.zeros(1), 0
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         length = self.length if self.planted else sizes.length
@@ -48,9 +44,6 @@ class FrozenLength(Programme):
     def sizes(self, number: int) -> dict[str, int]:
         self.length = 3 if number < 3 else 5
         return {} if self.planted else {"length": self.length}
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [6] if number < 3 else [15]
@@ -69,15 +62,13 @@ class BranchNotTaken(Programme):
     Right: what the branch asks for is a size of the step.
     """
 
+    takes = "x: input, kv: state"
     calls = 6
     buckets = EXACT
 
     def make(self) -> None:
         self.x, self.kv = self.array([1] * 8), self.zeros(8)
         self.counts, self.penalty = self.zeros(1, np.int32), False
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("kv", self.kv, STATE)]
 
     def run(self, stream: ost.Stream, mode: int = 0) -> None:
         self.launch("axpy", 8, self.x, self.one, self.kv, 8)
@@ -108,15 +99,13 @@ class TwoKindsOfWork(Programme):
     Right: the kind is part of the key.
     """
 
+    takes = "x: input, kv: state rows"
     calls = 6
     buckets = EXACT
 
     def make(self) -> None:
         self.x, self.zero, self.kv = self.array(range(8)), self.zeros(8), self.zeros(8)
         self.prefill = False
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("kv", self.kv, STATE, size="rows")]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         rows = sizes.rows
@@ -128,9 +117,6 @@ class TwoKindsOfWork(Programme):
     def sizes(self, number: int) -> dict[str, int]:
         self.prefill = number >= 3
         return {"rows": 8} if self.planted else {"rows": 8, "kind": 1 + self.prefill}
-
-    def answer(self) -> Values:
-        return self.read(self.kv)
 
     def wanted(self, number: int) -> Values:
         return np.arange(8) * (number + 1 if number < 3 else 1)
@@ -149,11 +135,10 @@ class ReplacedWeights(Programme):
     Right: they are copied into the old one.
     """
 
+    takes = "x: input, out: output"
+
     def make(self) -> None:
         self.x, self.w, self.out = self.array([1] * 8), self.array([2] * 8), self.zeros(8)
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.x, self.w, self.out, 8)
@@ -164,9 +149,6 @@ class ReplacedWeights(Programme):
         elif number == 3:
             self.write(self.w, 7)
         super().call(number)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [3 if number < 3 else 8] * 8
@@ -185,12 +167,11 @@ class MovedState(Programme):
     Right: it is brought back where it was.
     """
 
+    takes = "first: state"
+
     def make(self) -> None:
         self.x, self.kv = self.array([1] * 8), self.zeros(8)
         self.first = self.kv
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("kv", self.first, STATE)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("axpy", 8, self.x, self.one, self.kv, 8)
@@ -224,12 +205,11 @@ class AdapterByIndex(Programme):
     Right: the picked one is copied to where the graph reads it.
     """
 
+    takes = "x: input, out: output"
+
     def make(self) -> None:
         self.x, self.out, self.active = self.array([1] * 8), self.zeros(8), self.zeros(8)
         self.bank = [self.array([0] * 8), self.array([10] * 8)]
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 8, self.x, self.active, self.out, 8)
@@ -241,9 +221,6 @@ class AdapterByIndex(Programme):
         else:
             ost.copy(self.stream, self.active, wanted)
         super().call(number)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [11 if number % 2 else 1] * 8
@@ -263,14 +240,12 @@ class StagingByCounter(Programme):
     it is the same buffer each time.
     """
 
+    takes = "x: state, out: output"
     calls = 6
 
     def make(self) -> None:
         self.pinned = [self.device.pinned(8, np.float32) for _ in range(2)]
         self.x, self.out, self.turn = self.zeros(8), self.zeros(8), 0
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, STATE), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         ost.copy(stream, self.x, self.pinned[self.turn])
@@ -300,13 +275,12 @@ class RandomNumbersFromTheHost(Programme):
     Right: the caller draws, and puts the number where the device reads it.
     """
 
+    takes = "out: output"
+
     def make(self) -> None:
         self.out, self.drawn = self.zeros(8), 0
         self.x = self.array([1] * 8)
         self.number = ost.DeviceScalar(self.device, np.float32, initial=0, stream=self.stream)
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("out", self.out, OUTPUT)]
 
     def draw(self) -> int:
         self.drawn += 1
@@ -320,9 +294,6 @@ class RandomNumbersFromTheHost(Programme):
         if not self.planted:
             self.number.set(self.draw(), self.stream)
         super().call(number)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [number + 1] * 8

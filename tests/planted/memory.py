@@ -6,7 +6,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.step import Cause, GraphCache
-from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Values, plant
+from tests.planted.programme import INPUT, OUTPUT, Caught, Programme, Values, plant
 
 
 @plant(
@@ -20,16 +20,12 @@ class ScratchThatGrows(Programme):
     Right: it is dropped, and the graphs keep what they point at.
     """
 
+    takes = "x: input rows, out: output rows"
+
     def make(self) -> None:
         self.x, self.out = self.array([1] * 16), self.zeros(16)
         self.scratch: ost.Buffer | None = None
         self.others: list[ost.Buffer] = []
-
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT, size="rows"),
-            ost.Slot("out", self.out, OUTPUT, size="rows"),
-        ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.scratch is None or len(self.scratch) < sizes.rows:
@@ -62,6 +58,8 @@ class ScratchThatGrows(Programme):
 class ClosedUnderAGraph(Programme):
     """A buffer is freed that a graph of the user's own still points at."""
 
+    takes = "out: output"
+
     def make(self) -> None:
         self.x, self.y, self.out = self.array([1] * 8), self.array([2] * 8), self.zeros(8)
 
@@ -76,9 +74,6 @@ class ClosedUnderAGraph(Programme):
             self.device.synchronize()
             self.others = [self.array([9] * 8) for _ in range(4)]
         self.graph.launch(self.stream)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [3] * 8
@@ -138,11 +133,10 @@ class SharedKey(Programme):
 class InputWritten(Programme):
     """The step prepares its input in place: a caller that fills it once has others next time."""
 
+    takes = "x: input, out: output"
+
     def make(self) -> None:
         self.x, self.out, self.zero = self.array([3] * 8), self.zeros(8), self.zeros(8)
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
@@ -150,9 +144,6 @@ class InputWritten(Programme):
             self.launch("add", 8, self.x, self.zero, self.out, 8)
         else:
             self.launch("add", 8, self.x, self.x, self.out, 8)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [6] * 8
@@ -167,19 +158,14 @@ class InputWritten(Programme):
 class GridTooSmall(Programme):
     """The grid covers half of the output; the rest keeps what the last user of it left there."""
 
+    takes = "x: input, out: output"
     options = {"warmups": 0}  # noqa: RUF012
 
     def make(self) -> None:
         self.x, self.out = self.array([1] * 256), self.zeros(256)
 
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
-
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", 128 if self.planted else 256, self.x, self.x, self.out, 256)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [2] * 256
@@ -194,19 +180,15 @@ class GridTooSmall(Programme):
 class OutputAccumulates(Programme):
     """A product is added to its output, which no launch clears: right only the first time."""
 
+    takes = "x: input, out: output"
+
     def make(self) -> None:
         self.x, self.out = self.array([1] * 8), self.zeros(8)
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.planted:
             self.launch("fill", 8, self.out, 0.0, 8)
         self.launch("axpy", 8, self.x, self.one, self.out, 8)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [1] * 8
@@ -216,18 +198,17 @@ class OutputAccumulates(Programme):
 class OverlappingSlots(Programme):
     """A part of a state is declared an input as well: a check would put back half of an update."""
 
+    takes = "kv: state"
+
     def make(self) -> None:
         self.kv, self.x = self.zeros(8), self.array([1] * 8)
 
     def slots(self) -> list[ost.Slot]:
-        slots = [ost.Slot("kv", self.kv, STATE)]
+        slots = super().slots()
         return [*slots, ost.Slot("window", self.kv[0:2], INPUT)] if self.planted else slots
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("axpy", 8, self.x, self.one, self.kv, 8)
-
-    def answer(self) -> Values:
-        return self.read(self.kv)
 
     def wanted(self, number: int) -> list[float]:
         return [number + 1] * 8

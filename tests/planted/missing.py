@@ -8,30 +8,22 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.step import Cause
-from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Values, plant
+from tests.planted.programme import Caught, Programme, Values, plant
 from tests.sources import config, kernel
 
 
 class _TwoOutputs(Programme):
     """ours = theirs = 2 x, each by a launch of its own."""
 
+    takes = "x: input, ours: output, theirs: output"
+
     def make(self) -> None:
         self.x, self.ours, self.theirs = self.zeros(8), self.zeros(8), self.zeros(8)
         self.side = self.device.create_stream()
 
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT),
-            ost.Slot("ours", self.ours, OUTPUT),
-            ost.Slot("theirs", self.theirs, OUTPUT),
-        ]
-
     def call(self, number: int) -> None:
         self.write(self.x, number + 1)
         super().call(number)
-
-    def answer(self) -> Values:
-        return self.read(self.ours, self.theirs)
 
     def wanted(self, number: int) -> list[float]:
         return [2 * (number + 1)] * 16
@@ -123,12 +115,11 @@ class PlanOfTheWarmUp(Programme):
     Right: each step has a plan of its own, the captured one too.
     """
 
+    takes = "x: input, out: output"
+
     def make(self) -> None:
         self.x, self.plan, self.out = self.array([1] * 8), self.zeros(8), self.zeros(8)
         self.planned = False
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.planned:
@@ -143,9 +134,6 @@ class PlanOfTheWarmUp(Programme):
         self.planned = False
         self.write(self.x, number + 1)
         super().call(number)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [3 * (number + 1)] * 8
@@ -162,16 +150,11 @@ class CastKeptFromTheWarmUp(Programme):
     Right: the region ends after each call, and what it has cast with it.
     """
 
+    takes = "x: input, w: input, out: output"
+
     def make(self) -> None:
         self.x, self.w, self.zero = self.array([1] * 8), self.array([2] * 8), self.zeros(8)
         self.cast, self.out, self.is_cast = self.zeros(8), self.zeros(8), False
-
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT),
-            ost.Slot("w", self.w, INPUT),
-            ost.Slot("out", self.out, OUTPUT),
-        ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if not self.is_cast:
@@ -184,9 +167,6 @@ class CastKeptFromTheWarmUp(Programme):
             self.write(self.w, 7)
         super().call(number)
         self.is_cast = self.planted and number == 0  # the region holds calls 0 and 1
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [3 if number < 3 else 8] * 8
@@ -203,14 +183,12 @@ class HostBytesInARecording(Programme):
     Right: the caller copies, before the step.
     """
 
+    takes = "x: state, out: output"
     options = {"build": "record"}  # noqa: RUF012
 
     def make(self) -> None:
         self.x, self.out = self.zeros(8), self.zeros(8)
         self.values = np.zeros(8, np.float32)
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, STATE), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
@@ -240,18 +218,12 @@ class HostBytesInARecording(Programme):
 class ForkedTooEarly(Programme):
     """A fork is recorded before the launch whose result it needs, and is usually late enough."""
 
+    takes = "x: input, middle: scratch, out: output"
     options = {"warmups": 0}  # noqa: RUF012
 
     def make(self) -> None:
         self.x, self.middle, self.out = self.zeros(8), self.zeros(8), self.zeros(8)
         self.side = self.device.create_stream()
-
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT),
-            ost.Slot("middle", self.middle, "scratch"),
-            ost.Slot("out", self.out, OUTPUT),
-        ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         fork = stream.record()
@@ -263,9 +235,6 @@ class ForkedTooEarly(Programme):
     def call(self, number: int) -> None:
         self.write(self.x, number + 1)
         super().call(number)
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [4 * (number + 1)] * 8

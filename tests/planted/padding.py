@@ -8,7 +8,7 @@ import numpy as np
 
 import ostinato as ost
 from ostinato.step import Buckets, Cause, PowersOfTwo
-from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Values, plant
+from tests.planted.programme import Caught, Programme, Values, plant
 
 
 @plant(
@@ -20,6 +20,7 @@ from tests.planted.programme import INPUT, OUTPUT, STATE, Caught, Programme, Val
 class PaddedRowsWriteALiveSlot(Programme):
     """Padded rows are scattered too, to the row of another request that their index names."""
 
+    takes = "x: input rows, at: input rows, kv: state"
     rows = 3
 
     def make(self) -> None:
@@ -27,21 +28,11 @@ class PaddedRowsWriteALiveSlot(Programme):
         self.write(self.at, [5, 6, 7] + [0] * 13)
         self.kv = self.array([10] + [-1] * 7)
 
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT, size="rows"),
-            ost.Slot("at", self.at, INPUT, size="rows"),
-            ost.Slot("kv", self.kv, STATE),
-        ]
-
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("scatter", 1, self.x, self.at, self.kv, sizes.rows, self.rows_of(sizes))
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": self.rows}
-
-    def answer(self) -> Values:
-        return self.read(self.kv)
 
     def wanted(self, number: int) -> list[float]:
         return [10, -1, -1, -1, -1, 50, 60, 70]
@@ -88,22 +79,17 @@ class EmptyBatch(PaddedRowsWriteALiveSlot):
 class PaddingReachesASum(Programme):
     """A sum goes over all rows of the bucket; batches that fill it were right."""
 
+    takes = "x: input rows, out: output"
     calls = 6
 
     def make(self) -> None:
         self.x, self.out = self.array(range(16)), self.zeros(1)
-
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("x", self.x, INPUT, size="rows"), ost.Slot("out", self.out, OUTPUT)]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("total", 1, self.x, sizes.rows, self.rows_of(sizes), self.out)
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 4 if number < 3 else 3}
-
-    def answer(self) -> Values:
-        return self.read(self.out)
 
     def wanted(self, number: int) -> list[float]:
         return [6] if number < 3 else [3]
@@ -118,16 +104,11 @@ class PaddingReachesASum(Programme):
 class PaddingAdvancesState(Programme):
     """State is advanced for all rows of the bucket; a row that is used later starts too far."""
 
+    takes = "x: input rows, acc: state rows"
     calls = 6
 
     def make(self) -> None:
         self.x, self.acc = self.array([1] * 16), self.zeros(16)
-
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT, size="rows"),
-            ost.Slot("acc", self.acc, STATE, size="rows"),
-        ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         if self.planted:
@@ -139,9 +120,6 @@ class PaddingAdvancesState(Programme):
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 3 if number < 4 else 4}
-
-    def answer(self) -> Values:
-        return self.read(self.acc)
 
     def wanted(self, number: int) -> list[float]:
         return [number + 1] * 3 + [max(0, number - 3)] + [0] * 12
@@ -155,15 +133,10 @@ class PaddingAdvancesState(Programme):
 class BeyondTheCapacity(Programme):
     """The rows fit their bucket, and another size is larger than the buffer that it measures."""
 
+    takes = "x: input rows, table: state blocks, out: output rows"
+
     def make(self) -> None:
         self.x, self.table, self.out = self.array([1] * 16), self.array([2] * 4), self.zeros(16)
-
-    def slots(self) -> list[ost.Slot]:
-        return [
-            ost.Slot("x", self.x, INPUT, size="rows"),
-            ost.Slot("table", self.table, STATE, size="blocks"),
-            ost.Slot("out", self.out, OUTPUT, size="rows"),
-        ]
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         self.launch("add", sizes.rows, self.x, self.x, self.out, sizes.rows)
@@ -201,6 +174,8 @@ class _OwnBuckets:
 class BucketTooSmallAtItsBorder(Programme):
     """A bucket scheme of the user's own gives the largest size of a bucket one row too many."""
 
+    takes = "acc: state rows"
+
     def make(self) -> None:
         self.x, self.acc = self.array([1] * 16), self.zeros(16)
 
@@ -208,18 +183,12 @@ class BucketTooSmallAtItsBorder(Programme):
     def buckets(self) -> Buckets:  # type: ignore[override]
         return _OwnBuckets(5 if self.planted else 4)
 
-    def slots(self) -> list[ost.Slot]:
-        return [ost.Slot("acc", self.acc, STATE, size="rows")]
-
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         real = sizes.on_device("rows")
         self.launch("axpy_rows", sizes.rows, self.x, self.one, self.acc, real, 1)
 
     def sizes(self, number: int) -> dict[str, int]:
         return {"rows": 4 if number < 2 else 5}
-
-    def answer(self) -> Values:
-        return self.read(self.acc)
 
     def wanted(self, number: int) -> list[float]:
         return [number + 1] * 4 + [max(0, number - 1)] + [0] * 11

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, TypeVar
 
@@ -43,10 +43,13 @@ class Programme:
     """Some calls of a graphed step, and what a user does around them.
 
     `planted` puts the mistake in; without it the same programme is right.  Subclasses say what
-    memory there is (`make`), what the step is (`slots`, `run`), what one call of it takes
-    (`sizes`, `call`), and by NumPy alone what the answer after it must be (`wanted`).  `options`
-    are of the step.
+    memory there is (`make`), which of it are slots (`takes`: "x: input rows, out: output", by the
+    names of attributes, with the size that measures them), what the step is (`run`), what one call
+    of it takes (`sizes`, `call`), and by NumPy alone what must be in outputs and states after it
+    (`wanted`).  `options` are of the step.
     """
+
+    takes: ClassVar[str] = ""
 
     calls: ClassVar[int] = 5
     buckets: Buckets = PowersOfTwo(16)
@@ -74,7 +77,16 @@ class Programme:
         raise NotImplementedError
 
     def slots(self) -> list[ost.Slot]:
-        raise NotImplementedError
+        return [
+            ost.Slot(name, getattr(self, name), role, size=size)  # type: ignore[arg-type]
+            for name, role, size in self._taken()
+        ]
+
+    def _taken(self) -> Iterator[tuple[str, str, str | None]]:
+        """The name, the role and the size of each slot."""
+        for part in self.takes.split(", "):
+            name, role, *size = part.split()
+            yield name.removesuffix(":"), role, size[0] if size else None
 
     def run(self, stream: ost.Stream, sizes: ost.Sizes) -> None:
         raise NotImplementedError
@@ -88,7 +100,8 @@ class Programme:
         self.step(**self.sizes(number))
 
     def answer(self) -> Values:
-        raise NotImplementedError
+        left = [name for name, role, _ in self._taken() if role in (OUTPUT, STATE)]
+        return self.read(*(getattr(self, name) for name in left))
 
     def wanted(self, number: int) -> Values | list[float]:
         raise NotImplementedError

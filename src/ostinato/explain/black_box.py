@@ -50,7 +50,7 @@ from ostinato.graph.audit import (
     of_driver,
     possible_pointers,
 )
-from ostinato.graph.show.outline import count_text, shape_text
+from ostinato.graph.show.outline import count_text, launch_text
 from ostinato.memory import Buffer
 
 _log = logging.getLogger(__name__)
@@ -306,11 +306,7 @@ def _saved(replay: ReplayReport, inputs: NotedInputs, path: Path) -> ReplayRepor
 def _nodes(area: Area, words: Sequence[int], memory: MemoryMap, above: str) -> Iterator[NodeReport]:
     for node, state in zip(area.nodes, area.states(words), strict=True):
         path, params = f"{above}{node.index}", node.params
-        launch = ""
-        if isinstance(params, KernelNodeParams):
-            config = params.config
-            shared = f", {config.shared} bytes shared" if config.shared else ""
-            launch = f"grid {shape_text(config.grid)}, block {shape_text(config.block)}{shared}"
+        launch = launch_text(params.config) if isinstance(params, KernelNodeParams) else ""
         line = "" if node.line is None else describe_line(*node.line)
         pointers = tuple(node_pointers(node, path, memory))
         kind = node.kind.name.lower()

@@ -47,7 +47,7 @@ from ostinato.graph.probes import PIECE, probe
 from ostinato.graph.shadow import frozen_of
 from ostinato.graph.show.demangle import demangled
 from ostinato.graph.show.diff import SameCode, code_comparison, common_subsequence, numbered
-from ostinato.graph.show.outline import details, line_text, named_places, shape_text
+from ostinato.graph.show.outline import details, launch_text, line_text, named_places
 from ostinato.graph.words import Sort, Word, WordIndex, WordPlace, words_of
 from ostinato.memory import Buffer
 from ostinato.memory.buffer import allocate
@@ -129,10 +129,7 @@ class FirstDifference:
 def _launch_text(one: FlatNode) -> str:
     parts = [details(one.node, 96), line_text(one.node.location)]
     if isinstance(one.node.params, KernelNodeParams):
-        config = one.node.params.config
-        shared = f", {config.shared} B shared" if config.shared else ""
-        shape = f"grid {shape_text(config.grid)}, block {shape_text(config.block)}{shared}"
-        parts.insert(0, shape)
+        parts.insert(0, launch_text(one.node.params.config))
     return f"{one}: {'; '.join(filter(None, parts))}"
 
 

@@ -236,60 +236,6 @@ class GraphExec(Launcher, Closeable):
         self._finalizer = weakref.finalize(self, release.retire, self._prepared)
         self._finalizer.atexit = False
 
-    @classmethod
-    def instantiate(
-        cls,
-        graph: Graph,
-        *,
-        upload: Stream | None = None,
-        auto_free_on_launch: bool = False,
-        device_launch: bool = False,
-        use_node_priority: bool = False,
-    ) -> GraphExec:
-        """Implements `Graph.instantiate`."""
-        flags = InstantiateFlags.NONE
-        if auto_free_on_launch:
-            flags |= InstantiateFlags.AUTO_FREE_ON_LAUNCH
-        if device_launch:
-            flags |= InstantiateFlags.DEVICE_LAUNCH
-        if use_node_priority:
-            flags |= InstantiateFlags.USE_NODE_PRIORITY
-        context = graph.context
-        context.require_open()
-        context.collect()
-        graph.require_launchable()
-        if upload is not None:
-            require_stream(upload, "instantiate(upload=…)", context)
-            _require_no_capture(upload)
-        try:
-            handle = context.driver.graph_instantiate(graph.handle, flags)
-        except ContextPoisonedError:
-            raise
-        except DriverError as error:
-            blamed = next((n for n in graph.nodes() if n.handle == error.node), None)
-            what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
-            misplaced = wrongly_in_a_body(graph.nodes())
-            if misplaced:
-                what = f" at {misplaced}: {BODY_RULE}. The driver says"
-            raise GraphError(f"instantiating the graph failed{what}: {error}") from error
-        not_null(handle, "executable")
-        release = _Release(context, handle)
-        try:
-            executable = cls(graph, release)
-            executable.flags = flags
-            executable._shadow.check_loops()
-        except Exception:
-            release.retire({})
-            context.collect()
-            raise
-        if upload is not None:
-            try:
-                executable.upload(upload)
-            except Exception:
-                executable.close()
-                raise
-        return executable
-
     def __repr__(self) -> str:
         state = "closed" if self.closed else "unusable" if self._shadow.unusable else "ready"
         return f"<GraphExec {self._handle:#x} on {self.context.driver.name}, {state}>"
@@ -952,6 +898,45 @@ class GraphExec(Launcher, Closeable):
             self._shadow.end_live()
         self._finalizer()
         self.context.collect()
+
+
+def make_executable(graph: Graph, upload: Stream | None, flags: InstantiateFlags) -> GraphExec:
+    """Implements `Graph.instantiate`."""
+    context = graph.context
+    context.require_open()
+    context.collect()
+    graph.require_launchable()
+    if upload is not None:
+        require_stream(upload, "instantiate(upload=…)", context)
+        _require_no_capture(upload)
+    try:
+        handle = context.driver.graph_instantiate(graph.handle, flags)
+    except ContextPoisonedError:
+        raise
+    except DriverError as error:
+        blamed = next((n for n in graph.nodes() if n.handle == error.node), None)
+        what = "" if blamed is None else f" at node {blamed.index} ({blamed.name})"
+        misplaced = wrongly_in_a_body(graph.nodes())
+        if misplaced:
+            what = f" at {misplaced}: {BODY_RULE}. The driver says"
+        raise GraphError(f"instantiating the graph failed{what}: {error}") from error
+    not_null(handle, "executable")
+    release = _Release(context, handle)
+    try:
+        executable = GraphExec(graph, release)
+        executable.flags = flags
+        executable._shadow.check_loops()
+    except Exception:
+        release.retire({})
+        context.collect()
+        raise
+    if upload is not None:
+        try:
+            executable.upload(upload)
+        except Exception:
+            executable.close()
+            raise
+    return executable
 
 
 # --- single arguments

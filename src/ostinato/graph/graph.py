@@ -24,6 +24,7 @@ from ostinato.driver.api import (
     FreeNodeParams,
     GraphHandle,
     HostNodeParams,
+    InstantiateFlags,
     KernelNodeParams,
     LaunchConfig,
     MemOp,
@@ -664,27 +665,25 @@ class Graph(Closeable):
         *,
         upload: Stream | None = None,
         auto_free_on_launch: bool = False,
-        device_launch: bool = False,
         use_node_priority: bool = False,
     ) -> GraphExec:
         """Makes an executable of the present definition; uploads it on a stream if one is given.
 
         `auto_free_on_launch`: a launch frees what the launch before allocated and left; without it
-        such a launch is refused.  `device_launch`: kernels may launch it.  `use_node_priority`: its
-        kernels run with the priorities of their nodes, not with that of the stream.
+        such a launch is refused.  `use_node_priority`: its kernels run with the priorities of their
+        nodes, not with that of the stream.
 
         Raises GraphError with the node that the driver named; an upload that fails raises
         DriverError and closes the executable.
         """
-        from ostinato.graph.executable import GraphExec
+        from ostinato.graph.executable import make_executable
 
-        return GraphExec.instantiate(
-            self,
-            upload=upload,
-            auto_free_on_launch=auto_free_on_launch,
-            device_launch=device_launch,
-            use_node_priority=use_node_priority,
-        )
+        flags = InstantiateFlags.NONE
+        if auto_free_on_launch:
+            flags |= InstantiateFlags.AUTO_FREE_ON_LAUNCH
+        if use_node_priority:
+            flags |= InstantiateFlags.USE_NODE_PRIORITY
+        return make_executable(self, upload, flags)
 
     # --- showing (graph.show)
     def outline(self, *, readable: bool = True) -> Outline:

@@ -21,7 +21,7 @@ from ostinato.driver.api import (
 )
 from ostinato.graph.node import Node, decode_arguments
 from ostinato.graph.show.diff import FieldChange, GraphDiff, diff
-from ostinato.graph.show.outline import Outline, OutlineEdge, body_titles
+from ostinato.graph.show.outline import Outline, body_titles
 from ostinato.graphfile.container import open_file
 from ostinato.graphfile.records import (
     GraphManifest,
@@ -70,8 +70,7 @@ class _Drawn:
             )
             nodes.append(self._node(index, record, bodies))
             inner.append(bodies)
-        edges = [OutlineEdge(e.source, e.target, e.data) for e in graph.edges]
-        edges.sort(key=lambda e: (e.target, e.source))
+        edges = sorted(graph.edges, key=lambda e: (e.target, e.source))
         return Outline(title, tuple(nodes), tuple(edges), tuple(inner))
 
     def _node(self, index: int, record: NodeRecord, bodies: tuple[Outline, ...]) -> Node:

@@ -43,6 +43,7 @@ from ostinato.driver.api import (
 from ostinato.driver.order import in_order
 from ostinato.driver.signature import Access, Signature
 from ostinato.errors import GraphFileError, InputError
+from ostinato.graph.show.outline import OutlineEdge
 from ostinato.graphfile.plain import MOST_ITEMS, MOST_TEXT, Column, Plain, short
 from ostinato.graphfile.records import (
     PLAIN,
@@ -50,7 +51,6 @@ from ostinato.graphfile.records import (
     WORD,
     Block,
     ConditionWord,
-    EdgeRecord,
     FunctionRecord,
     GraphManifest,
     GraphRecord,
@@ -476,7 +476,7 @@ class _GraphReader:
         item.done()
         return GraphRecord(kernels, others, edges)
 
-    def _edges(self, item: Plain, count: int) -> list[EdgeRecord]:
+    def _edges(self, item: Plain, count: int) -> list[OutlineEdge]:
         source, target = item.columns(source=count - 1, target=count - 1)
         rest = item.rows("data", 0, _MOST_NODES, 4)
         item.done()
@@ -493,7 +493,9 @@ class _GraphReader:
             if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
                 raise item.wrong("data", f"{one} are ports or a type that are not known")
             data[index] = EdgeData(from_port, to_port, EdgeType(kind))
-        made = list(map(EdgeRecord._make, zip(source.tolist(), target.tolist(), data, strict=True)))
+        made = list(
+            map(OutlineEdge._make, zip(source.tolist(), target.tolist(), data, strict=True))
+        )
         pairs = [] if (source < target).all() else [(edge.source, edge.target) for edge in made]
         if in_order(count, pairs) is None:
             raise item.wrong("target", "they close a cycle")

@@ -46,6 +46,7 @@ from ostinato.driver.signature import (
     array_interface,
     element_bytes,
 )
+from ostinato.graph.show.outline import OutlineEdge
 from ostinato.graph.words import AddressField, address_fields
 from ostinato.memory import Buffer
 from ostinato.memory.ranges import Target
@@ -222,12 +223,6 @@ class NodeRecord:
     """Bytes of a kernel's arguments that differed between two captures but have no effect."""
 
 
-class EdgeRecord(NamedTuple):
-    source: int
-    target: int
-    data: EdgeData
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
     """The kernel nodes of a graph as columns in node order, with one entry per kernel; `words` has
@@ -348,14 +343,14 @@ class GraphRecord:
 
     kernels: Kernels
     others: Mapping[int, NodeRecord]
-    edges: Sequence[EdgeRecord]
+    edges: Sequence[OutlineEdge]
 
     @classmethod
     def of(
         cls,
         known: Sequence[FunctionRecord],
         nodes: Sequence[NodeRecord],
-        edges: Sequence[EdgeRecord],
+        edges: Sequence[OutlineEdge],
     ) -> GraphRecord:
         """Builds a graph's record; `known`: the manifest's functions."""
         kernels = Kernels.of(known, nodes)

@@ -52,10 +52,10 @@ from ostinato.errors import DriverError, GraphFileError, InputError
 from ostinato.files import temporary_beside
 from ostinato.graph.executable import GraphExec
 from ostinato.graph.graph import Graph
+from ostinato.graph.show.outline import OutlineEdge
 from ostinato.graphfile.container import tensor_bytes, write_file
 from ostinato.graphfile.records import (
     Block,
-    EdgeRecord,
     FunctionRecord,
     GraphManifest,
     GraphRecord,
@@ -549,7 +549,7 @@ class _Plan:
         return GraphRecord.of(
             self._codes,
             [self._node(node) for node in graph.nodes],
-            [EdgeRecord(place[e.source], place[e.target], e.data) for e in graph.edges],
+            [OutlineEdge(place[e.source], place[e.target], e.data) for e in graph.edges],
         )
 
     def _node(self, entry: SurveyedNode) -> NodeRecord:

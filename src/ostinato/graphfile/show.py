@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from ostinato.driver.api import ConditionalNodeParams, EdgeType, KernelNodeParams
+from ostinato.driver.api import KINDS, ConditionalNodeParams, EdgeType, KernelNodeParams
+from ostinato.graph.show.outline import kind_text, shape_text
 from ostinato.graphfile.container import open_file
 from ostinato.graphfile.format import to_dict
 from ostinato.graphfile.records import GraphManifest, GraphRecord, NodeRecord
@@ -78,12 +79,12 @@ def _nodes(graph: GraphRecord, margin: str) -> Iterator[str]:
         params = node.params
         if isinstance(params, KernelNodeParams):
             config = params.config
-            words.append(f"grid {_size(config.grid)} block {_size(config.block)}")
-            words += [f"cluster {_size(config.cluster)}"] if config.cluster else []
+            words.append(f"grid {shape_text(config.grid)} block {shape_text(config.block)}")
+            words += [f"cluster {shape_text(config.cluster)}"] if config.cluster else []
         elif isinstance(params, ConditionalNodeParams):
             words.append(f"condition {int(params.handle)}")
         else:
-            words.append(_kind(node) if _kind(node) != node.name else "")
+            words.append(_kind(node) if _kind(node) != node.name.replace("_", " ") else "")
         pointers = [f"{w.place}=block {w.block}+{w.into}" for w in node.pointers]
         words.append(" ".join(pointers))
         unused = [f"+{s.offset}:{s.offset + s.size}" for s in node.unused]
@@ -94,11 +95,5 @@ def _nodes(graph: GraphRecord, margin: str) -> Iterator[str]:
             yield from _nodes(inner, margin + "    | ")
 
 
-def _size(size: tuple[int, ...]) -> str:
-    while len(size) > 1 and size[-1] == 1:
-        size = size[:-1]
-    return "x".join(map(str, size))
-
-
 def _kind(node: NodeRecord) -> str:
-    return type(node.params).__name__.removesuffix("NodeParams").lower()
+    return kind_text(KINDS[type(node.params)])

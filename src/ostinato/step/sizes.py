@@ -15,7 +15,7 @@ from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
 from ostinato.graph import Recording
 from ostinato.memory import fill
-from ostinato.state.scalar import DeviceScalar, scalar_on
+from ostinato.state.scalar import DeviceScalar
 from ostinato.step.buckets import Buckets
 
 
@@ -127,7 +127,7 @@ class DeviceSizes:
 
     def __init__(self, context: Context, *, shared: bool = False) -> None:
         self._shared = shared
-        self._context = context
+        self.context = context
         self._scalars: dict[str, DeviceScalar] = {}
         self._asked: set[str] = set()
         self._restored: set[str] = set()
@@ -199,7 +199,8 @@ class DeviceSizes:
 
     def _allocate(self, name: str) -> None:
         if name not in self._scalars:
-            self._scalars[name] = scalar_on(self._context, "uint32")
+            # Of the device it needs the context alone, which this has too.
+            self._scalars[name] = DeviceScalar(self, "uint32")  # type: ignore[arg-type]
 
     def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Prepares a run outside of captures: allocates memory for the sizes, and writes them."""
@@ -212,7 +213,7 @@ class DeviceSizes:
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
         # Not in a run with these sizes, or in a call of that run: its sizes differ at each replay.
-        taps = () if self.running or self._nested else self._context.taps
+        taps = () if self.running or self._nested else self.context.taps
         recorded = taps and any(isinstance(t, Recording) for t in taps)
         for name in self._asked | self._restored if self._known else tuple(self._scalars):
             if name in sizes:

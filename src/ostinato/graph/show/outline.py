@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ostinato.driver.api import (
     AllocNodeParams,
@@ -30,6 +30,7 @@ from ostinato.driver.api import (
     GraphHandle,
     HostNodeParams,
     KernelNodeParams,
+    LaunchConfig,
     MemcpyNodeParams,
     MemOp,
     MemOpKind,
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------ reading a graph
 
 
-@dataclass(frozen=True, slots=True)
-class OutlineEdge:
+class OutlineEdge(NamedTuple):
     """A dependency between two nodes of one body, by index."""
 
     source: int
@@ -188,6 +188,12 @@ def shape_text(shape: Dim3) -> str:
     """Returns "8", "8×2", "8×2×4": without the ones at the end."""
     x, y, z = shape
     return "×".join(str(n) for n in ((x, y, z) if z > 1 else (x, y) if y > 1 else (x,)))
+
+
+def launch_text(config: LaunchConfig) -> str:
+    """Returns "grid 8×2, block 128, 64 bytes shared"."""
+    shared = f", {config.shared} bytes shared" if config.shared else ""
+    return f"grid {shape_text(config.grid)}, block {shape_text(config.block)}{shared}"
 
 
 def bytes_text(nbytes: int) -> str:

@@ -13,7 +13,15 @@ from ostinato.graph.node import Node
 from ostinato.graph.show.digest import folded
 from ostinato.graph.show.drawing import Drawing
 from ostinato.graph.show.layout import lay_out
-from ostinato.graph.show.outline import Outline, count_text, details, kind_text, shape_text, shorten
+from ostinato.graph.show.outline import (
+    Outline,
+    count_text,
+    details,
+    kind_text,
+    launch_text,
+    shape_text,
+    shorten,
+)
 
 _CHARACTER, _SMALL = 7.25, 6.1  # widths in the monospaced face at 12 px and 10 px
 _HEIGHT = 40.0  # of a box
@@ -167,10 +175,8 @@ def _box(node: Node, width: float = 120.0) -> Drawing:
     below = shorten(known[0], 30) or kind_text(node.kind)
     if isinstance(node.params, KernelNodeParams):
         config = node.params.config
-        sizes = [f"grid {shape_text(config.grid)}", f"block {shape_text(config.block)}"]
-        below = " · ".join(sizes)
-        sizes += [f"{config.shared} bytes of dynamic shared memory"] if config.shared else []
-        known = [", ".join(sizes), *(f"  {a.text(node.places)}" for a in node.arguments)]
+        below = f"grid {shape_text(config.grid)} · block {shape_text(config.block)}"
+        known = [launch_text(config), *(f"  {a.text(node.places)}" for a in node.arguments)]
     elif node.kind in (NodeKind.MEMCPY, NodeKind.MEMSET):
         below = known[0].rpartition(", ")[2]  # the size alone
     box = _card(name, below, f"#{node.index}", width, _tooltip(node, *known), class_="box", **look)
