@@ -63,32 +63,20 @@ struct alignas(16) Row {
 
 // ---------------------------------------------------------------------------------------- loads
 
-// Loads 16 bytes of weights.  One multiprocessor reads them once, so they are not allocated in L1.
-DEVICE uint4 load_weights(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
-}
-DEVICE uint2 load_weights8(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-DEVICE u32 load_weights4(const void* p) {
-    u32 v;
-    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
+// Defines a load.  CODE: the instruction, in which the address follows the values, which are the other arguments.
+#define LOAD(NAME, TYPE, POINTED, CODE, ...)                   \
+    DEVICE TYPE NAME(const POINTED* p) {                       \
+        TYPE v;                                                \
+        asm volatile("ld.global." CODE : __VA_ARGS__ : "l"(p)); \
+        return v;                                              \
+    }
+// Loads weights.  One multiprocessor reads them once, so they are not allocated in L1.
+LOAD(load_weights, uint4, void, "L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];", "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w))
+LOAD(load_weights8, uint2, void, "L1::no_allocate.v2.u32 {%0, %1}, [%2];", "=r"(v.x), "=r"(v.y))
+LOAD(load_weights4, u32, void, "L1::no_allocate.u32 %0, [%1];", "=r"(v))
 // Loads 16 bytes of a norm's weights, which every block reads.
-DEVICE float4 load_norm(const float4* p) {
-    float4 v;
-    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(p));
-    return v;
-}
+LOAD(load_norm, float4, float4, "v4.f32 {%0, %1, %2, %3}, [%4];", "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w))
+#undef LOAD
 
 // Prefetches weights (a multiple of 16 bytes) into L2, without waiting.
 DEVICE void prefetch_weights(const void* p, u32 bytes) {
@@ -97,43 +85,20 @@ DEVICE void prefetch_weights(const void* p, u32 bytes) {
 #endif
 }
 
-// Loads data that another kernel of this step writes, past L1.
-DEVICE float4 load_fresh(const float4* p) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-DEVICE float2 load_fresh(const float2* p) {
-    float2 v;
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-    return v;
-}
-DEVICE float load_fresh(const float* p) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE uint4 load_fresh(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-DEVICE u64 load_fresh(const u64* p) {
-    u64 v;
-    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE int load_fresh(const int* p) {
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
+// Load data that another kernel of this step writes, past L1.
+#define LOAD_FRESH(TYPE, CODE, ...)                                           \
+    DEVICE TYPE load_fresh(const TYPE* p) {                                   \
+        TYPE v;                                                               \
+        asm volatile("ld.global.cg." CODE : __VA_ARGS__ : "l"(p) : "memory"); \
+        return v;                                                             \
+    }
+LOAD_FRESH(float4, "v4.f32 {%0, %1, %2, %3}, [%4];", "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w))
+LOAD_FRESH(float2, "v2.f32 {%0, %1}, [%2];", "=f"(v.x), "=f"(v.y))
+LOAD_FRESH(float, "f32 %0, [%1];", "=f"(v))
+LOAD_FRESH(uint4, "v4.u32 {%0, %1, %2, %3}, [%4];", "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w))
+LOAD_FRESH(u64, "u64 %0, [%1];", "=l"(v))
+LOAD_FRESH(int, "s32 %0, [%1];", "=r"(v))
+#undef LOAD_FRESH
 DEVICE u32 load_fresh(const u32* p) { return load_fresh(reinterpret_cast<const int*>(p)); }
 
 // Copies 16 bytes that another kernel of this step wrote to shared memory, past L1 and without registers;
