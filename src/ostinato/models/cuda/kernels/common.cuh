@@ -194,22 +194,29 @@ template <int BLOCKS> DEVICE void send_to_block(float2* own, u64* arrivals, int 
         : "memory");
 #endif
 }
-// Waits for all expected bytes of a phase; `odd`: of the second, fourth, … phase.
-DEVICE void wait_for_bytes(u64* arrivals, bool odd = false) {
-#if __CUDA_ARCH__ >= 900
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    u32 there = 0;
-    while (!there) {
-        asm volatile(
-            "{\n\t.reg .pred p;\n\t"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-            "selp.u32 %0, 1, 0, p;\n\t}"
-            : "=r"(there)
-            : "r"(at), "r"(static_cast<u32>(odd))
-            : "memory");
+// Wait for all expected bytes of a phase; `odd`: of the second, fourth, … phase.
+#define WAIT(NAME, ORDER)                                                           \
+    DEVICE void NAME(u64* arrivals, bool odd = false) {                             \
+        const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));        \
+        u32 there = 0;                                                              \
+        while (!there) {                                                            \
+            asm volatile(                                                           \
+                "{\n\t.reg .pred p;\n\t"                                           \
+                "mbarrier.try_wait.parity" ORDER ".shared::cta.b64 p, [%1], %2;\n\t" \
+                "selp.u32 %0, 1, 0, p;\n\t}"                                        \
+                : "=r"(there)                                                       \
+                : "r"(at), "r"(static_cast<u32>(odd))                               \
+                : "memory");                                                        \
+        }                                                                           \
     }
+#if __CUDA_ARCH__ >= 900
+WAIT(wait_for_bytes, ".acquire.cluster")
+WAIT(wait_for_arrivals, "")  // and for arrivals, all from this block
+#else
+DEVICE void wait_for_bytes(u64*, bool = false) {}
+DEVICE void wait_for_arrivals(u64*, bool = false) {}
 #endif
-}
+#undef WAIT
 // Copies `bytes` bytes (a multiple of 16) that another kernel of this step wrote to this block's shared memory,
 // and counts them in `arrivals`.  The block must not exit before they have arrived.
 DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* arrivals) {
@@ -490,6 +497,33 @@ DEVICE int largest_of_lanes(int v) {
     return v;
 }
 DEVICE int least_of_lanes(int v) { return -largest_of_lanes(-v); }
+
+// Scores are powers of two relative to a base, which is raised to the largest score only once that is above
+// base + FAR, so that sums are rarely rescaled.
+constexpr float FAR = 8.0f;
+
+// Replaces the scores of row g (`half` 0) or g + 8 (1) of tiles, laid out as by `multiply_tile`, by their powers,
+// and adds these to the row's sum in this lane.  Returns the factor of what is relative to the base before.
+template <int TILES> DEVICE float take_powers(float (&score)[TILES][4], int half, float& base, float& sum) {
+    float most = MINUS_INFINITY;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));
+    most = fmaxf(most, exchange(most, 1));
+    most = fmaxf(most, exchange(most, 2));
+    // A row without positions so far has no base, and no sum to rescale.
+    const float old = base, now = most > old + FAR ? most : old;
+    const float zero = now == MINUS_INFINITY ? 0.0f : now;
+    const float shrinks = now == old ? 1.0f : exp2_fast(old - now);
+    base = now;
+    float total = 0.0f;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; i++) total += score[n][i] = exp2_fast(score[n][i] - zero);
+    }
+    sum = sum * shrinks + total;
+    return shrinks;
+}
 
 // Rounds eight floats to bfloat16.
 DEVICE uint4 pack_eight(const float4& u, const float4& v) {

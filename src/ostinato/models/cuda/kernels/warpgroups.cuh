@@ -105,22 +105,6 @@ DEVICE void arrive(u64* arrivals) {
                  : "memory");
 #endif
 }
-// Waits for all arrivals and bytes of a phase, all from this block; `odd`: of the second, fourth, … phase.
-DEVICE void wait_for_arrivals(u64* arrivals, bool odd) {
-#if __CUDA_ARCH__ >= 900
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    u32 there = 0;
-    while (!there) {
-        asm volatile(
-            "{\n\t.reg .pred p;\n\t"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-            "selp.u32 %0, 1, 0, p;\n\t}"
-            : "=r"(there)
-            : "r"(at), "r"(static_cast<u32>(odd))
-            : "memory");
-    }
-#endif
-}
 
 // ------------------------------------------------------------------------------- boxes of a tensor
 
