@@ -168,32 +168,25 @@ DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
                  : "memory");
 #endif
 }
-template <int BLOCKS> DEVICE void send_to_block(float* own, u64* arrivals, int rank, float v) {
 #if __CUDA_ARCH__ >= 900
-    const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    asm volatile(
-        "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
-        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];"
-        "\n\t}" ::"r"(to),
-        "r"(at), "r"(rank), "f"(v)
-        : "memory");
+#define SEND(TYPE, BITS, VALUE, ...)                                                                \
+    template <int BLOCKS> DEVICE void send_to_block(TYPE* own, u64* arrivals, int rank, TYPE v) {   \
+        const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));                             \
+        const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));                        \
+        asm volatile(                                                                               \
+            "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"           \
+            "mapa.shared::cluster.u32 counted, %1, %2;\n\t"                                         \
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes" BITS " [there], " VALUE    \
+            ", [counted];\n\t}" ::"r"(to), "r"(at), "r"(rank), __VA_ARGS__                          \
+            : "memory");                                                                            \
+    }
+#else
+#define SEND(TYPE, BITS, VALUE, ...) \
+    template <int BLOCKS> DEVICE void send_to_block(TYPE*, u64*, int, TYPE) {}
 #endif
-}
-template <int BLOCKS> DEVICE void send_to_block(float2* own, u64* arrivals, int rank, float2 v) {
-#if __CUDA_ARCH__ >= 900
-    const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    asm volatile(
-        "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
-        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [counted];"
-        "\n\t}" ::"r"(to),
-        "r"(at), "r"(rank), "f"(v.x), "f"(v.y)
-        : "memory");
-#endif
-}
+SEND(float, ".f32", "%3", "f"(v))
+SEND(float2, ".v2.f32", "{%3, %4}", "f"(v.x), "f"(v.y))
+#undef SEND
 // Wait for all expected bytes of a phase; `odd`: of the second, fourth, … phase.
 #define WAIT(NAME, ORDER)                                                           \
     DEVICE void NAME(u64* arrivals, bool odd = false) {                             \
@@ -259,78 +252,16 @@ DEVICE void load_turned(u32 (&v)[4], const void* row) {
 // signed bytes; c 16x8 of 32 bits.
 template <bool SIGNED>
 DEVICE void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if constexpr (SIGNED) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-}
-
-// Products of a warpgroup, four warps (compute capability 9.0 only).  Operands are in panels of 64 columns in
-// shared memory, laid out by `panel_at` below.
-DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, 128-byte swizzle
-    const u64 at = __cvta_generic_to_shared(p);
-    return (at & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
-}
-// c += a b^T over 16 columns: a has 64 rows, 16 for each warp, b has N rows, both bfloat16, at panel + 32 i
-// bytes; c is laid out as by N / 8 calls of `multiply_tile`.  Called between `start_group` and `end_group`; c is
-// valid after `wait_group`.
-template <int N> DEVICE void multiply_group(float (&c)[N / 8][4], const void* a, const void* b);
-#define SUMS(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-template <> DEVICE void multiply_group<32>(float (&c)[4][4], const void* a, const void* b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3)
-        : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));
-#endif
-}
-template <> DEVICE void multiply_group<64>(float (&c)[8][4], const void* a, const void* b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7)
-        : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));
-#endif
-}
-#undef SUMS
-DEVICE void start_group() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-DEVICE void end_group() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-template <int GROUPS, int TILES> DEVICE void wait_group(float (&c)[TILES][4]) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
-    if constexpr (GROUPS == 0) {
-#pragma unroll
-        for (int i = 0; i < TILES; i++)  // keeps later uses of c behind the wait
-            asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
-    }
-#endif
-}
-// Makes this thread's completed copies visible to `multiply_group`, after a barrier.
-DEVICE void publish_copies() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+#define MULTIPLY(TYPE)                                                  \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TYPE ".s8.s32 " \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])       \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+    if constexpr (SIGNED)
+        MULTIPLY("s8");
+    else
+        MULTIPLY("u8");
+#undef MULTIPLY
 }
 
 // Converts the two float16 of a word to floats.

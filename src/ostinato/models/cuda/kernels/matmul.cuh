@@ -39,6 +39,7 @@
 
 #include "bricks.cuh"
 #include "linear.cuh"
+#include "warpgroups.cuh"
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
 
@@ -247,7 +248,7 @@ template <class S, int K, int SLAB_BYTES, int FIRST, int PANEL> struct InputPane
 };
 
 // Weights that a warpgroup multiplies from shared memory: 64 rows of the matrix and all rows of the step in one
-// instruction (`multiply_group`).  Both operands are in panels (common.cuh), in one ring of slabs.  All threads
+// instruction (`multiply_rows`).  Both operands are in panels (common.cuh), in one ring of slabs.  All threads
 // copy weights, and permute the chunks.
 // GROUP_ROWS: rows of inputs.  Rows that the step does not have hold arbitrary data, and so do their sums.
 constexpr int GROUP_ROWS = ROWS <= 32 ? 32 : 64;
@@ -290,13 +291,12 @@ template <class S, class P> struct WarpgroupWeights {
         }
     }
     DEVICE void multiply(float (&c)[GROUP_ROWS / 8][4], int slab) const {
-        const u8* const weights = slab_at(slab) + group * (64 * PANEL_WIDTH);
-        const u8* const of_slab = inputs.at(slab);
+        const Panels weights = panels_at(slab_at(slab) + group * (64 * PANEL_WIDTH)), of_slab = panels_at(inputs.at(slab));
         start_group();
 #pragma unroll
         for (int i = 0; i < PANELS_OF_SLAB * 4 / S::SPLIT; i++) {
             const int step = i * S::SPLIT + part, panel = step / 4, at = step % 4 * 32;
-            multiply_group<GROUP_ROWS>(c, weights + panel * WEIGHT_PANEL + at, of_slab + panel * INPUT_PANEL + at);
+            multiply_rows<true>(c, further(weights, panel * WEIGHT_PANEL + at), further(of_slab, panel * INPUT_PANEL + at));
         }
         end_group();
     }
@@ -542,9 +542,10 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 }
                 end_copies();
             }
-            wait_group<1>(c);
+            wait_products<1>();
         }
-        wait_group<0>(c);
+        wait_products<0>();
+        settle(c);
         if (S::STAGED) __syncthreads();  // before the sums overwrite the ring
     } else {
         // A lane's inputs of step `i` and of row n * 8 + g: 16 adjacent bytes, or twice 8 in the order of a brick.
