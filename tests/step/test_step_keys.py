@@ -558,6 +558,9 @@ def test_a_strict_step_raises_and_runs_nothing(
     for case in (lax, strict):
         spoil(case)
     assert lax.step(rows=2).reason is reason and lax.value == 1
+    statistics = lax.step.statistics()
+    assert statistics.eager_reasons == {reason.value: 1}
+    assert (statistics.calls, statistics.eager, statistics.used, statistics.padded) == (1, 1, 2, 2)
     for _ in range(3):
         with pytest.raises(EagerRunError, match=why) as raised:
             strict.step(rows=2)
@@ -595,7 +598,8 @@ def test_a_strict_step_runs_eagerly_where_that_was_asked_for(device: Device) -> 
     assert case.value == 4
     recorded = Counting(device, strict=True, build="record")
     assert recorded.step(rows=1).action is Action.BUILD
-    assert recorded.step(rows=1).action is Action.REPLAY and recorded.value == 2
+    assert recorded.step(rows=1).action is Action.REPLAY
+    assert recorded.value == 2 and recorded.runs == 1
 
 
 def test_a_recorded_run_counts_and_the_next_call_is_refused(host_device: Device) -> None:
@@ -611,13 +615,17 @@ def test_a_recorded_run_counts_and_the_next_call_is_refused(host_device: Device)
     assert case.value == 1
 
 
-def test_a_refused_replay_of_a_strict_step(host_device: Device) -> None:
-    faults = FaultyDriver(host_device.driver)
-    case = Counting(preload(Device(faults)), warmups=0, strict=True)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_refused_replay(host_device: Device, strict: bool) -> None:
+    """It is run eagerly, or raises if the step is strict."""
+    faults, case = faulty(host_device, strict=strict)
     case.step(rows=1)
-    faults.fail("exec_launch", status=1)
-    with pytest.raises(EagerRunError, match="refused, and nothing of it ran"):
-        case.step(rows=1)
+    fault = faults.fail("exec_launch", status=1)
+    if strict:
+        with pytest.raises(EagerRunError, match="refused, and nothing of it ran"):
+            case.step(rows=1)
+    else:
+        assert case.step(rows=1).reason is Reason.REFUSED
+    assert fault.fired == 1 and case.value == 2 - strict
     faults.clear()
-    assert case.value == 1
-    assert case.step(rows=1).action is Action.BUILD and case.value == 2
+    assert case.step(rows=1).action is Action.BUILD and case.value == 3 - strict
