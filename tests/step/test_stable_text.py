@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +56,11 @@ def test_text_of_records() -> None:
     assert stable_text(Shape(3, "a")) == stable_text(Shape(3, "b")) != stable_text(Shape(4))
     assert stable_text(object()) is None and stable_text((1, object())) is None
     assert stable_text(Place(1)) is None and stable_text((1, Place(1))) is None
+    another = enum.Enum("Colour", ["RED"], module="another")  # modules may each have a Colour
+    assert stable_text(another["RED"]) != stable_text(Colour.RED)
+    record = make_dataclass("Shape", [("rows", int)], frozen=True)
+    record.__module__ = "another"
+    assert stable_text(record(3)) != stable_text(Shape(3))
     texts = {stable_text(Mode(bits)) for bits in (0, 1, 2, 3, 4, 8)}
     assert len(texts) == 6 and None not in texts
     steps = [StepKey("rows", number, (("rows", 8),)) for number in (1, 2)]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -843,12 +844,13 @@ def test_an_option_of_the_wrong_type_is_refused(
         ost.GraphedStep(**{**own, "cache": GraphCache(device), **wrong})  # type: ignore[arg-type]
 
 
-def test_memory_of_another_device_is_refused(device: Device) -> None:
+def test_memory_of_another_device_is_refused(device: Device, tmp_path: Path) -> None:
     """At once: a graph that points at it would end the context of a GPU."""
     stream, cache = device.create_stream(), GraphCache(device)
     with ost.open_device("host") as other:
         slot = ost.Slot("x", other.zeros(8, "bytes"), "state")
-        for wrong in ({"slots": [slot]}, {"pool": other.pool()}):
+        store = ost.GraphStore(other, tmp_path)
+        for wrong in ({"slots": [slot]}, {"pool": other.pool()}, {"store": store}):
             with pytest.raises(InputError, match="of another device"):
                 ost.GraphedStep(lambda stream, _: None, stream=stream, cache=cache, **wrong)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="of another device"):
