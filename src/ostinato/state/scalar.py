@@ -46,16 +46,7 @@ class DeviceArray(Closeable):
         depth: int = 4,
         name: str | None = None,
     ) -> None:
-        self._make(context_of(device), shape, dtype, depth, name)
-
-    def _make(
-        self,
-        context: Context,
-        shape: int | tuple[int, ...],
-        dtype: npt.DTypeLike,
-        depth: int,
-        name: str | None,
-    ) -> None:
+        context = context_of(device)
         self.buffer = allocate(context, shape, dtype, name=name)
         if not 1 <= self.buffer.nbytes <= LARGEST:
             nbytes = self.buffer.nbytes
@@ -164,13 +155,6 @@ class DeviceScalar(DeviceArray):
                 self.close()
                 raise InputError("an initial value needs the stream to set it on")
             self.set(initial, stream)
-
-
-def scalar_on(context: Context, dtype: npt.DTypeLike) -> DeviceScalar:
-    """Makes a `DeviceScalar` where only the context is known."""
-    made = DeviceScalar.__new__(DeviceScalar)
-    made._make(context, (), dtype, depth=4, name=None)
-    return made
 
 
 def as_exact(value: object, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
