@@ -12,7 +12,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device, open_device
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import InputError
 from ostinato.relational import Joiner, KeyColumns
 from ostinato.testing import HeldStream
 from tests.relational.tables import pairs
@@ -189,19 +189,13 @@ def test_too_many_rows(host_device: Device) -> None:
 
 
 def test_columns_of_another_device(joiner: Joiner) -> None:
-    with open_device("host") as other:
-        buffer = other.array(np.array([1]))
-        for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
-            with pytest.raises(InputError, match="column 'k' lives on host, another device"):
-                joiner.join(ONE, table, on="k")
-
-
-def test_columns_of_the_same_device_opened_another_time(joiner: Joiner) -> None:
-    name = joiner.device.name
-    with open_device(name) as other:
-        table = {"k": other.array(np.array([1]))}
-        with pytest.raises(InputError, match=f"column 'k' lives on {name}.*opened another time"):
-            joiner.join(ONE, table, on="k")
+    """Also of the same one, opened another time."""
+    for name, words in (("host", "host, another"), (joiner.device.name, ".*opened another time")):
+        with open_device(name) as other:
+            buffer = other.array(np.array([1]))
+            for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
+                with pytest.raises(InputError, match=f"column 'k' lives on {words}"):
+                    joiner.join(ONE, table, on="k")
 
 
 def test_cuda_arrays_are_not_memory_of_the_host(host_joiner: Joiner) -> None:
@@ -355,12 +349,3 @@ def _importable(name: str) -> bool:
     except ImportError:
         return False
     return True
-
-
-def test_a_closed_device() -> None:
-    device = open_device("host")
-    joiner = Joiner(device)
-    device.close()
-    with pytest.raises(ClosedError):
-        joiner.join(ONE, ONE, on="k")
-    joiner.close()

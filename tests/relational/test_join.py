@@ -774,16 +774,6 @@ def test_without_a_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
     default.device.close()
 
 
-def test_two_joiners_on_one_device(device: Device) -> None:
-    with Joiner(device) as one, Joiner(device) as other:
-        left, right = column(np.arange(300)), column(np.arange(0, 600, 3))
-        pending = [j.submit(left, right, "k") for _ in range(5) for j in (one, other)]
-        for result in pending:
-            np.testing.assert_array_equal(pairs(result.result()), expected(left, right))
-        with pytest.raises(InputError, match="another joiner"):
-            one.join(left, other.build_index(right, "k"), on="k")
-
-
 def test_joiners_in_turn(device: Device) -> None:
     """Chains of several joins overlap, some of which must be repeated; each has its own answer."""
     rng = np.random.default_rng(21)
@@ -801,3 +791,5 @@ def test_joiners_in_turn(device: Device) -> None:
             joins.append((wanted, joiner.submit(one, index, "k")))
         for answer, pending in joins:
             np.testing.assert_array_equal(pairs(pending.result()), answer)
+        with pytest.raises(InputError, match="another joiner"):
+            joiners[0].join(one, indexes[1], "k")

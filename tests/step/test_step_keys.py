@@ -36,7 +36,7 @@ from ostinato.step import (
 )
 from ostinato.step import cache as cache_module
 from ostinato.testing import FaultyDriver
-from tests.sources import config, kernel, preload
+from tests.sources import config, empty_graph, kernel, preload
 
 N = 8
 
@@ -181,7 +181,7 @@ def test_time_that_runs_out_inside_a_capture_quarantines_nothing(device: Device)
 
     def once_free(wanted: object) -> object:
         case.cache.refusal = asked  # type: ignore[method-assign]
-        case.cache.get_or_capture(key, lambda: graph_of(device))
+        case.cache.get_or_capture(key, lambda: empty_graph(device))
         case.cache.evict(key)
         return None
 
@@ -223,12 +223,6 @@ def test_a_recorded_run_that_finds_its_pool_sealed_quarantines_nothing(device: D
     pool.open()
     assert [case.step(rows=2).action for _ in range(2)] == [Action.BUILD, Action.REPLAY]
     assert case.value == 2
-
-
-def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device)
-    graph.add_empty()
-    return graph.instantiate()
 
 
 def test_keys_are_asked_for_by_many_threads(
@@ -425,7 +419,7 @@ REFUSING: dict[str, tuple[Callable[[Counting], object], Action, Reason | None]] 
     "buckets": (lambda case: small(case), Action.EAGER, Reason.OVER_BUCKETS),
     "evicted": (lambda case: case.cache.evict_all(), Action.BUILD, None),
     "replaced": (
-        lambda case: case.cache.install(case.step.key(rows=2), graph_of(case.device)),
+        lambda case: case.cache.install(case.step.key(rows=2), empty_graph(case.device)),
         Action.REPLAY,
         None,
     ),
@@ -499,7 +493,7 @@ def test_a_graph_that_is_put_under_a_key_that_was_given_up_is_not_replayed(devic
     case.cache.evict_all()
     case.broken = True
     assert case.step(rows=2).reason is Reason.BUILD_FAILED
-    case.cache.install(case.step.key(rows=2), graph_of(case.device))
+    case.cache.install(case.step.key(rows=2), empty_graph(case.device))
     for _ in range(3):
         assert case.step(rows=2).reason is Reason.BUILD_FAILED
     assert case.value == 8
@@ -533,7 +527,7 @@ def small(case: Counting) -> None:
 
 def capped(case: Counting) -> None:
     case.cache.limits = CaptureLimits(seconds=1e-9)
-    case.cache.get_or_capture("other", lambda: graph_of(case.device))
+    case.cache.get_or_capture("other", lambda: empty_graph(case.device))
 
 
 def sealed(case: Counting) -> None:

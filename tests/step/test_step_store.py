@@ -400,7 +400,9 @@ def test_a_restore_that_the_driver_refuses_costs_speed_alone(
         assert rig.call(3)[1:] == ([0, 100, 200], 6)  # captured as usual
         assert rig.call(3)[0] is Action.REPLAY
         found, late = rig.store.statistics(), call == "exec_launch"
-        assert found.restored == 2 * late and list(found.reasons.values()) == [1] * (not late), found
+        assert found.restored == 2 * late and list(found.reasons.values()) == [1] * (not late), (
+            found
+        )
 
 
 @pytest.mark.parametrize("call", ["graph_add_kernels", "module_load", "graph_instantiate"])
