@@ -41,7 +41,6 @@ from ostinato.models.program import (
 from ostinato.models.sharding import Sharding, shard_program
 from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
-from tests.kernel_checks import KernelCheck, check
 from tests.models.machines import OnDevice, bench_on, check_cases, on_kernels, require
 
 SMALL = config_of(3, 1, 64, inner=136, vocabulary=257, tied_embeddings=True)
@@ -632,23 +631,6 @@ def test_rows_do_not_change_each_other(
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if quick else pytest.mark.slow)
-        for name in TILED
-        for quick in [name in ("shares", "group 8, head 128", "head 40")]
-    ],
-)
-def test_the_attention_in_tiles_compiles(name: str, arch: str) -> None:
-    setup = tiled(name)
-    given: Any = {"rows": setup.rows, "context": setup.options["context"], "tuning": setup.tuning}
-    made = kc.lower(decode_program(setup.config), setup.config, **given)
-    one = next(launch for launch in made if launch.kernel == "attention")
-    assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
-
-
 def test_a_block_that_has_a_multiprocessor_to_itself_reads_more_positions_at_once() -> None:
     """As on a rank, which has half of the heads."""
     given: Any = {"rows": 32, "context": 1024, "clusters": True, "warpgroups": True}
@@ -735,7 +717,7 @@ def check_sampling(bench: checks.Bench, every: int = 1) -> None:
     assert len(chosen) > least, "draws that are all the same show nothing"
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("vocabulary", [256, 257])
 def test_sampling_agrees_with_numpy_on_the_emulator(
     emulator: Emulator, vocabulary: int, every: int

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.step import StepKey
-from ostinato.step.work import stable_text
+from ostinato.step.work import stable_text, work_digest
 from tests.processes import printed_by_all
 
 
@@ -83,7 +83,8 @@ def test_another_process_has_the_same_text_and_digest(host_device: ost.Device) -
 
 
 def stepped(device: ost.Device, before: int, rows: int = 3) -> str:
-    """The text of a step's key and of a frozen set, and the digest of the step's graph."""
+    """The text of a step's key and of a frozen set, and digests of the step's graph and of work
+    with a set of texts."""
     from tests.sources import config, kernel
 
     stream, x = device.create_stream(), device.zeros(8, "float32")
@@ -98,6 +99,7 @@ def stepped(device: ost.Device, before: int, rows: int = 3) -> str:
         step(rows=rows)
     executable = cache.get(step.key(rows=rows))
     assert executable is not None and len(unused) == before
+    texts = {"b", "a", "c", (1, ...)}
     text = stable_text((step.key(rows=rows), frozenset({"b", "a", "c"})))
     assert text is not None
-    return f"{text} {executable.graph.digest()}"
+    return f"{text} {executable.graph.digest()} {work_digest(lambda: texts)}"

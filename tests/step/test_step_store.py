@@ -22,7 +22,6 @@ from ostinato.step.store import StoreStatistics
 from ostinato.step.work import work_digest
 from ostinato.testing import FaultyDriver
 from tests.graphfile.file_kernels import ONE, kernel
-from tests.processes import printed_by_all
 
 pytestmark = pytest.mark.usefixtures("checks_here")
 
@@ -330,14 +329,6 @@ def test_a_digest_of_work_tells_apart(one: object, other: object) -> None:
     """A store would give the graph of the one to the other."""
     assert work_digest(one) == work_digest(one)
     assert work_digest(one) != work_digest(other)
-
-
-def test_a_digest_of_a_set_is_the_same_in_every_process() -> None:
-    """The order of a set of texts is not."""
-    printed_by_all(
-        "from tests.step.test_step_store import closing_over, work_digest\n"
-        "print(work_digest(closing_over({'a', 'b', 'c', (1, ...)})))"
-    )
 
 
 def test_memory_that_cannot_be_put_back_is_said(folder: Path) -> None:
