@@ -248,7 +248,7 @@ template <class S, int K, int SLAB_BYTES, int FIRST, int PANEL> struct InputPane
 };
 
 // Weights that a warpgroup multiplies from shared memory: 64 rows of the matrix and all rows of the step in one
-// instruction (`multiply_rows`).  Both operands are in panels (common.cuh), in one ring of slabs.  All threads
+// instruction (`multiply_group`).  Both operands are in panels (common.cuh), in one ring of slabs.  All threads
 // copy weights, and permute the chunks.
 // GROUP_ROWS: rows of inputs.  Rows that the step does not have hold arbitrary data, and so do their sums.
 constexpr int GROUP_ROWS = ROWS <= 32 ? 32 : 64;
@@ -291,12 +291,13 @@ template <class S, class P> struct WarpgroupWeights {
         }
     }
     DEVICE void multiply(float (&c)[GROUP_ROWS / 8][4], int slab) const {
-        const Panels weights = panels_at(slab_at(slab) + group * (64 * PANEL_WIDTH)), of_slab = panels_at(inputs.at(slab));
+        const u8* const weights = slab_at(slab) + group * (64 * PANEL_WIDTH);
+        const u8* const of_slab = inputs.at(slab);
         start_group();
 #pragma unroll
         for (int i = 0; i < PANELS_OF_SLAB * 4 / S::SPLIT; i++) {
             const int step = i * S::SPLIT + part, panel = step / 4, at = step % 4 * 32;
-            multiply_rows<true>(c, further(weights, panel * WEIGHT_PANEL + at), further(of_slab, panel * INPUT_PANEL + at));
+            multiply_group(c, weights + panel * WEIGHT_PANEL + at, of_slab + panel * INPUT_PANEL + at);
         }
         end_group();
     }

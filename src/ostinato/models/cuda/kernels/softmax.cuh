@@ -104,14 +104,12 @@ struct Merged {
     float maximum, sum, value;
 };
 
-// Merges value `d` of the first `count` partials, 1 to MOST; `at(i)` is the i-th.
+// Merges value `d` of the first `count` partials, MOST at the most; `at(i)` is the i-th.
 template <int MOST, class F> DEVICE Merged merge_first(int count, int d, const F& at) {
-    Merged all;
-    all.maximum = at(0)[0];
+    Merged all{MINUS_INFINITY, 0.0f, 0.0f};
 #pragma unroll
-    for (int i = 1; i < MOST; i++)
+    for (int i = 0; i < MOST; i++)
         if (i < count) all.maximum = fmaxf(all.maximum, at(i)[0]);
-    all.sum = all.value = 0.0f;
 #pragma unroll
     for (int i = 0; i < MOST; i++) {
         if (i >= count) continue;
@@ -121,7 +119,19 @@ template <int MOST, class F> DEVICE Merged merge_first(int count, int d, const F
     }
     return all;
 }
-// Merges value `d` of COUNT partials.
+
+// Merges value `d` of COUNT partials; `at(i)` is the i-th.
 template <int COUNT, class F> DEVICE Merged merge_partials(int d, const F& at) {
-    return merge_first<COUNT>(COUNT, d, at);
+    Merged all;
+    all.maximum = at(0)[0];
+#pragma unroll
+    for (int i = 1; i < COUNT; i++) all.maximum = fmaxf(all.maximum, at(i)[0]);
+    all.sum = all.value = 0.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const float factor = rescale(at(i)[0], all.maximum);
+        all.sum = fmaf(factor, at(i)[1], all.sum);
+        all.value = fmaf(factor, at(i)[2 + d], all.value);
+    }
+    return all;
 }

@@ -16,6 +16,11 @@ DEVICE Panels panels_at(const void* p, u32 next = 16) {
 }
 DEVICE Panels further(Panels panels, u32 bytes) { return panels + (bytes >> 4); }
 
+DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, 128-byte swizzle
+    const u64 at = __cvta_generic_to_shared(p);
+    return (at & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+}
+
 #define HIGH_WORD "0x40000040"  // 1,024 bytes from 8 rows to the next 8, 128-byte swizzle
 #define SUMS(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define SUMS_OF_4 SUMS(0), SUMS(1), SUMS(2), SUMS(3)
@@ -36,6 +41,15 @@ DEVICE Panels further(Panels panels, u32 bytes) { return panels + (bytes >> 4); 
                      : SUMS_OF_##TILES                                                                    \
                      : "r"(a), "r"(b), "n"(static_cast<int>(ADD)));                                       \
     }
+// The same from addresses, c += a b^T, for panels anywhere in a ring.
+#define MULTIPLY_GROUP(COLUMNS, TILES, A, B)                                                              \
+    DEVICE void multiply_group(float (&c)[TILES][4], const void* a, const void* b) {                      \
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"                                    \
+                     "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.bf16.bf16 {" PLACES_OF_##TILES \
+                     "}, %" A ", %" B ", p, 1, 1, 0, 0;\n\t}"                                            \
+                     : SUMS_OF_##TILES                                                                    \
+                     : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));                               \
+    }
 // c += a b over 16 rows of b: a is in registers as for `multiply_tile`, 16 rows for each warp; b is read turned.
 #define MULTIPLY_SHARES(COLUMNS, TILES, A, B)                                                             \
     DEVICE void multiply_shares(float (&c)[TILES][4], const u32 (&a)[4], Panels b) {                      \
@@ -46,17 +60,28 @@ DEVICE Panels further(Panels panels, u32 bytes) { return panels + (bytes >> 4); 
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                               \
     }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-MULTIPLY_ROWS("32", 4, "16", "17", "18")
 MULTIPLY_ROWS("64", 8, "32", "33", "34")
 MULTIPLY_ROWS("128", 16, "64", "65", "66")
 MULTIPLY_SHARES("64", 8, "%32, %33, %34, %35", "36")
 MULTIPLY_SHARES("128", 16, "%64, %65, %66, %67", "68")
+MULTIPLY_GROUP("32", 4, "16", "17")
+MULTIPLY_GROUP("64", 8, "32", "33")
 #else
+template <int TILES> DEVICE void multiply_group(float (&)[TILES][4], const void*, const void*) {}
 template <bool ADD, int TILES> DEVICE void multiply_rows(float (&)[TILES][4], Panels, Panels) {}
 template <int TILES> DEVICE void multiply_shares(float (&)[TILES][4], const u32 (&)[4], Panels) {}
 #endif
 #undef HIGH_WORD
 #undef SUMS
+#undef SUMS_OF_4
+#undef SUMS_OF_8
+#undef SUMS_OF_16
+#undef PLACES_OF_4
+#undef PLACES_OF_8
+#undef PLACES_OF_16
+#undef MULTIPLY_ROWS
+#undef MULTIPLY_GROUP
+#undef MULTIPLY_SHARES
 
 DEVICE void start_group() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
