@@ -150,3 +150,10 @@ def preload(device: Device) -> Device:
     names = list(SOURCE.host)
     device.modules.preload([(SOURCE, names if device.name != "host" else names[:1])])
     return device
+
+
+def empty_graph(device: Device) -> ost.GraphExec:
+    """An executable that does nothing."""
+    graph = ost.Graph.create(device)
+    graph.add_empty()
+    return graph.instantiate()

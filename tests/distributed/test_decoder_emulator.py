@@ -17,7 +17,6 @@ from ostinato.bench.random_weights import PackedCheckpoint, random_checkpoint
 from ostinato.distributed import Group, local_groups
 from ostinato.distributed.exchange import ExchangeCollectives
 from ostinato.errors import GroupError
-from ostinato.models.backend import DeviceModel
 from ostinato.models.cuda import lowering as kc
 from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.decoder import Decoder
@@ -35,9 +34,8 @@ from tests.distributed.test_decoder_ranks import drafts_beside_steps
 from tests.distributed.test_exchange import emulate, on_ranks
 from tests.distributed.test_local import outcomes
 from tests.emulator.emulator import Emulator
-from tests.models.emulated import EmulatedGpu, NumpyProducts
+from tests.models.emulated import NumpyProducts, emulate_decoders
 from tests.models.random_models import RandomModel, llama
-from tests.models.test_decoder_emulator import EmulatedBackend
 
 MODEL = RandomModel(llama(6, 2, 64, hidden=192, inner=512, vocabulary=302, layers=2))
 OPTIONS: dict[str, Any] = {"max_context": 40, "stop_tokens": (), "max_rows": 2, "sequences": 2}
@@ -46,26 +44,13 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulato
 SAMPLING = SamplingOptions(temperature=0.8, top_k=40, top_p=0.9, seed=5, repetition_penalty=1.2)
 
 
-class EmulatedRank(EmulatedBackend):
-    def __init__(self, device: ost.Device, **given: Any) -> None:
-        super().__init__(device, **given)
-        self.emulator = Emulator(threads=True)  # ranks wait for each other
-
-    def exchanges_sums(self, model: DeviceModel, rows: int) -> bool:
-        tuning = self.sizes(model, rows)["tuning"]
-        return kc.Lowering(model.config, rows, tuning, model.formats).exchanges_sums()
-
-    def carries_sums(self, model: DeviceModel, rows: int) -> bool:
-        return bool(self.sizes(model, rows)["tuning"].tiles)
-
-
 @pytest.mark.parametrize(
     "collectives", [pytest.param("library", marks=pytest.mark.slow), "exchange"]
 )
 def test_ranks_agree_with_one_device_on_the_emulator(
     monkeypatch: pytest.MonkeyPatch, collectives: str
 ) -> None:
-    monkeypatch.setattr("ostinato.models.decoder.backend_for", EmulatedRank)
+    emulate_decoders(monkeypatch, threads=True)  # ranks wait for each other
     if collectives == "exchange":
         emulate(monkeypatch)
     with ost.open_device("host") as device, Decoder(device, MODEL.checkpoint(), **OPTIONS) as one:
@@ -150,10 +135,7 @@ def test_a_ranks_share_of_packed_weights(
         qkv_bias=True, qk_norm=True,
     )  # fmt: skip
     monkeypatch.setattr("ostinato.models.cuda.backend.pays", lambda _: True)
-    monkeypatch.setattr(
-        "ostinato.models.decoder.backend_for",
-        lambda device, **_: CudaBackend(EmulatedGpu(device), library_rows=None),  # type: ignore[arg-type]
-    )
+    emulate_decoders(monkeypatch)
 
     def checkpoint() -> PackedCheckpoint:
         return PackedCheckpoint(config, recipe, "made")
@@ -181,10 +163,7 @@ def test_a_ranks_share_of_packed_weights(
 def emulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA backend, and ranks' kernels that wait for each other, by the emulator."""
     emulate(monkeypatch)
-    monkeypatch.setattr(
-        "ostinato.models.decoder.backend_for",
-        lambda device, **_: CudaBackend(EmulatedGpu(device, threads=True), library_rows=None),  # type: ignore[arg-type]
-    )
+    emulate_decoders(monkeypatch, threads=True)
 
 
 def test_ranks_that_draft_have_the_tokens_of_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +241,7 @@ def ranks_with_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         "ostinato.models.cuda.backend.open_products",
         lambda device, rows, stream=None: (NumpyProducts(device.device), "NumPy"),
     )
-    monkeypatch.setattr(
-        "ostinato.models.decoder.backend_for",
-        lambda device, **_: CudaBackend(EmulatedGpu(device, threads=True), library_rows=16),  # type: ignore[arg-type]
-    )
+    emulate_decoders(monkeypatch, library_rows=16, threads=True)
 
 
 @pytest.mark.parametrize(

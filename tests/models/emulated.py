@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 import ostinato as ost
 from benchmarks.kernels.checks import from_bf16
 from ostinato.device import Device
@@ -14,6 +16,7 @@ from ostinato.driver.api import LaunchConfig
 from ostinato.driver.host.kernel import HostKernel, HostLaunch
 from ostinato.driver.signature import Signature
 from ostinato.errors import NotAvailableError
+from ostinato.models.cuda.backend import CudaBackend
 from ostinato.models.cuda.products import MatrixProduct
 from ostinato.modules import CompileOptions
 from tests.emulator.emulator import Emulator
@@ -36,10 +39,18 @@ class EmulatedModules:
 
 
 class EmulatedGpu:
-    """The members of a device that the CUDA backend uses.  `threads`: see `Emulator`; `shared`:
-    bytes of shared memory that a block may have, the host's if None."""
+    """The members of a device that the CUDA backend uses.  `threads`: see `Emulator`; `clusters`:
+    whether it has them; `shared`: bytes of shared memory that a block may have, the host's if
+    None."""
 
-    def __init__(self, device: Device, *, threads: bool = False, shared: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        threads: bool = False,
+        clusters: bool = False,
+        shared: int | None = None,
+    ) -> None:
         self.name, self.device = "emulated", device
         self.driver = device.driver  # which has no CUDA context
         self.modules = EmulatedModules(device, threads)
@@ -52,8 +63,20 @@ class EmulatedGpu:
         )
         if shared is not None:
             self.properties = replace(self.properties, max_shared_per_block=shared)
-        self.capabilities = replace(device.capabilities, source_language="cuda", clusters=False)
+        self.capabilities = replace(device.capabilities, source_language="cuda", clusters=clusters)
         self.empty, self.create_stream = device.empty, device.create_stream
+
+
+def emulate_decoders(
+    monkeypatch: pytest.MonkeyPatch, library_rows: int | None = None, **options: Any
+) -> None:
+    """Makes decoders run the CUDA backend on an `EmulatedGpu` with these options."""
+
+    def backend_for(device: Device, **_: object) -> CudaBackend:
+        gpu: Any = EmulatedGpu(device, **options)
+        return CudaBackend(gpu, library_rows=library_rows)
+
+    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend_for)
 
 
 @dataclass

@@ -6,21 +6,16 @@ It shows that plan, launches and arguments fit the kernels; the rest is in test_
 from __future__ import annotations
 
 import shutil
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ostinato.device import Device
-from ostinato.driver.api import LaunchConfig
-from ostinato.models.backend import Backend, BoundCall, BoundLaunch, DeviceModel
 from ostinato.models.cuda import lowering as kc
-from ostinato.models.cuda.shapes import default_tuning
 from ostinato.models.decoder import Decoder
 from ostinato.models.sampling import GREEDY
-from tests.emulator.emulator import Emulator
 from tests.models import reference_llama
+from tests.models.emulated import emulate_decoders
 from tests.models.proof import RELATIVE, WAYS, furthest
 from tests.models.random_models import RandomModel, llama
 
@@ -39,54 +34,6 @@ SMALL = {
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
-class EmulatedBackend(Backend):
-    """The CUDA backend's launches, each as a host kernel that calls the emulator."""
-
-    name = "emulated"
-    dtype: np.dtype[Any] = np.dtype(np.uint16)
-    packed = False
-    spins = False
-
-    def __init__(
-        self,
-        device: Device,
-        *,
-        clusters: bool = False,
-        library_rows: int | None = None,
-        threads: int | None = None,
-        packed: bool | None = None,
-        stream: object = None,
-    ) -> None:
-        self.device, self.emulator, self.clusters = device, Emulator(), clusters
-
-    def sizes(self, model: DeviceModel, rows: int) -> dict[str, Any]:
-        sizes: dict[str, Any] = {"rows": rows, "context": model.context}
-        return {**sizes, "tuning": default_tuning(model.config, **sizes, clusters=self.clusters)}
-
-    def formats(self, checkpoint: Any, wanted: str) -> dict[str, Any]:
-        return {}
-
-    def buffers(self, model: DeviceModel, rows: int) -> dict[str, Any]:
-        return kc.rounded_buffers(model.config, rows)
-
-    def workspace_bytes(self, model: DeviceModel, rows: Any) -> int:
-        return max(kc.workspace_bytes(model.config, **self.sizes(model, n)) for n in rows)
-
-    def bind(self, program: Any, model: DeviceModel, rows: int) -> tuple[BoundCall, ...]:
-        shape = LaunchConfig(grid=rows, block=1)
-        return tuple(
-            BoundLaunch(self.kernel(one), shape, one.arguments)
-            if isinstance(one, kc.CudaLaunch)
-            else one
-            for one in kc.lower(program, model.config, **self.sizes(model, rows))
-        )
-
-    def kernel(self, launch: kc.CudaLaunch) -> Any:
-        known = (launch.source, launch.kernel, launch.options, launch.config)
-        host = self.emulator.host_kernel(*known)
-        return self.device.modules.get_or_compile(host, launch.kernel)
-
-
 @pytest.mark.parametrize("clusters", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_decoder_agrees_with_numpy_on_the_emulator(
     host_device: Device, monkeypatch: pytest.MonkeyPatch, clusters: bool
@@ -94,8 +41,7 @@ def test_the_decoder_agrees_with_numpy_on_the_emulator(
     prompt = MODEL.tokens(3)
     options: dict[str, Any] = {"max_context": CONTEXT, "stop_tokens": (), "max_rows": 2}
     with Decoder(host_device, MODEL.checkpoint(), **options) as numpy:
-        backend = partial(EmulatedBackend, clusters=clusters)
-        monkeypatch.setattr("ostinato.models.decoder.backend_for", backend)
+        emulate_decoders(monkeypatch, clusters=clusters)
         with Decoder(host_device, MODEL.checkpoint(), **options) as decoder:
             token = decoder.prefill(prompt)  # two rows, then one that samples
             for _ in range(2):  # captured, replayed
@@ -130,8 +76,7 @@ def test_families_agree_with_float32_in_every_way_of_running(
 ) -> None:
     """Pieces of two rows and single tokens, past the window's end; the same bits in every way."""
     model, bits = RandomModel(SMALL[family]), {}
-    backend = partial(EmulatedBackend, clusters=clusters)
-    monkeypatch.setattr("ostinato.models.decoder.backend_for", backend)
+    emulate_decoders(monkeypatch, clusters=clusters)
     for name, way in WAYS.items():
         options = {"max_context": CONTEXT, "stop_tokens": (), "max_rows": 2, **way.options}
         with Decoder(host_device, model.checkpoint(), **options) as decoder:

@@ -1,4 +1,5 @@
-"""The NumPy kernels, each against plain float64, and what they must not touch."""
+"""The host kernels, NumPy's and the compiled ones on every instruction set of this processor, each
+against plain float64, and what they must not touch."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ import pytest
 
 from ostinato.driver.host.kernel import HostKernel
 from ostinato.models.config import RopeScaling, rope_inverse_frequencies
+from ostinato.models.host import packed_kernels as kernels_packed
 from ostinato.models.host.kernels import HOST_KERNELS
+from ostinato.models.packed import PackedMatrix, PackedPart
 from ostinato.models.plan import mask_words, rope_table
 from ostinato.models.program import (
     ACTIVE,
@@ -29,6 +33,7 @@ from ostinato.models.program import (
 )
 from ostinato.models.sampling import sample, uniform
 from tests.models import reference_llama as reference
+from tests.models.model_files import packed_matrix
 from tests.models.random_models import llama
 
 NAN = np.float32(np.nan)
@@ -45,18 +50,17 @@ class Launch:
         self.conditions[handle] = value
 
 
-def run(name: str, launch: Launch | None = None, **arguments: Any) -> None:
-    run_kernel(HOST_KERNELS, name, launch, **arguments)
-
-
-def run_kernel(
+def run(
     kernels: Mapping[str, HostKernel], name: str, launch: Launch | None = None, **arguments: Any
 ) -> None:
-    """Calls a kernel as the driver does: flat views, read-only where the signature says so."""
+    """Calls a kernel as the driver does: flat views, read-only where the signature says so.  A
+    compiled kernel gets a matrix of float32 as a packed one."""
     kernel = kernels[name]
     values = []
     for parameter in kernel.signature.parameters:
         value = arguments.pop(parameter.name)
+        if parameter.name in ("weight", "table") and parameter.dtype != value.dtype:
+            value = in_parts(value)
         if parameter.pointer and value is not None:
             value = value.reshape(-1).view(parameter.dtype)
             if not any(p.name == parameter.name and p.writable for p in kernel.pointers):
@@ -65,6 +69,26 @@ def run_kernel(
         values.append(value)
     assert not arguments, f"{name} takes no {sorted(arguments)}"
     kernel.function(launch, *values)
+
+
+def in_parts(matrix: np.ndarray) -> np.ndarray:
+    """The packed matrix, in up to three parts of different sizes."""
+    matrix = np.atleast_2d(matrix)
+    rows, columns = matrix.shape
+    cuts = sorted({0, rows // 5, rows // 2, rows})
+    layout = PackedMatrix(
+        columns, tuple(PackedPart("F32", end - start) for start, end in pairwise(cuts))
+    )
+    return packed_matrix(layout, [matrix[a:b].view(np.uint8) for a, b in pairwise(cuts)])
+
+
+@pytest.fixture(
+    params=["numpy", *(kernels_packed._extension.INSTRUCTIONS if kernels_packed.compiled() else ())]
+)
+def kernels(request: pytest.FixtureRequest) -> Mapping[str, HostKernel]:
+    if request.param == "numpy":
+        return HOST_KERNELS
+    return kernels_packed.kernels_of(2, request.param)
 
 
 def live_rows(*rows: tuple[int, int, int, int]) -> np.ndarray:
@@ -104,7 +128,9 @@ def test_five_launches_a_layer() -> None:
 # -------------------------------------------------------------------------------------------- embed
 
 
-def test_embed_resolves_rows_and_refuses_what_lies_outside() -> None:
+def test_embed_resolves_rows_and_refuses_what_lies_outside(
+    kernels: Mapping[str, HostKernel],
+) -> None:
     table, x = random((11, 5)), np.full((8, 5), NAN)
     state = np.array([(7, 3, 4, 0), (8, 9, 10, 1)], np.int32)
     on = ACTIVE | SAMPLE
@@ -120,8 +146,8 @@ def test_embed_resolves_rows_and_refuses_what_lies_outside() -> None:
     )
     live, history = np.full((8, 4), 77, np.int32), np.full((2, 20), -7, np.int32)
     run(
-        "embed", rows=rows, state=state, live=live, table=table, x=x, history=history, row_count=8,
-        hidden=5, vocabulary=11, sequences=2, context=20,
+        kernels, "embed", rows=rows, state=state, live=live, table=table, x=x, history=history,
+        row_count=8, hidden=5, vocabulary=11, sequences=2, context=20,
     )  # fmt: skip
     assert live[0].tolist() == [4, 2, 0, on]
     assert live[1].tolist() == [7, 3, 0, on | FROM_STATE]
@@ -147,7 +173,7 @@ def qkv_case(heads: int, kv_heads: int, size: int, count: int, **more: Any) -> d
         "rope": rope_table(config, 64),
         "cache": np.full((2, 2, kv_heads, 64, size), NAN),
         "q": np.full((count, heads, size), NAN),
-        "workspace": np.full((count, width), NAN),
+        "workspace": np.full((count, width + config.hidden), NAN),
     }
 
 
@@ -167,8 +193,13 @@ def expected_qkv(case: dict[str, Any], positions: np.ndarray) -> tuple[np.ndarra
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
-@pytest.mark.parametrize("kind", ["plain", "scaled rope", "bias", "norms", "bias and norms"])
-def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["plain", "scaled rope", "bias", "bias, apart", "norms", "bias and norms"]
+)
+def test_norm_qkv_rope(
+    kernels: Mapping[str, HostKernel], heads: int, kv_heads: int, size: int, kind: str
+) -> None:
+    """`apart`: in two launches, as with norms of heads."""
     case = qkv_case(
         heads, kv_heads, size, 7, rope_theta=50.0, qkv_bias="bias" in kind, qk_norm="norms" in kind,
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16) if kind == "scaled rope" else None,
@@ -179,23 +210,25 @@ def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, kind: str) -> None:
     live = live_rows(*((0, 3, 0, 0) if r is None else (*r, ACTIVE) for r in rows))
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_size": size}
     product = {"live": live, "row_count": 7, "epsilon": config.norm_epsilon, **sizes}
-    if config.qk_norm:
-        qkv = np.full_like(case["workspace"], NAN)
+    if config.qk_norm or "apart" in kind:
+        qkv = np.full((7, (heads + 2 * kv_heads) * size), NAN)
         names = ("x", "norm", "weight", "workspace")
         run(
-            "norm_qkv", **product, qkv=qkv, hidden=config.hidden,
+            kernels, "norm_qkv", **product, qkv=qkv, hidden=config.hidden,
             **{name: case[name] for name in names},
         )  # fmt: skip
-        case |= {"q_norm": random((size,), 9), "k_norm": random((size,), 10)}
+        norms = [random((size,), seed) if config.qk_norm else None for seed in (9, 10)]
+        case |= {"q_norm": norms[0], "k_norm": norms[1]}
         names = ("bias", "q_norm", "k_norm", "rope", "cache", "q")
         kept = qkv.copy()
         run(
-            "norm_rope", **product, qkv=qkv, sequences=2, context=64,
+            kernels, "norm_rope", **product, qkv=qkv, sequences=2, context=64,
             **{name: case[name] for name in names},
         )  # fmt: skip
         np.testing.assert_array_equal(qkv, kept)
     else:
-        run("norm_qkv_rope", **product, **case, hidden=config.hidden, sequences=2, context=64)
+        sizes = {"hidden": config.hidden, "sequences": 2, "context": 64}
+        run(kernels, "norm_qkv_rope", **product, **case, **sizes)
     q, k, v = expected_qkv({**case, "config": config}, live[:, 1])
     written = np.zeros((2, 64), bool)
     for i, row in enumerate(rows):
@@ -214,8 +247,9 @@ def test_norm_qkv_rope(heads: int, kv_heads: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize(("count", "first"), [(1, 0), (1, 63), (1, 17), (5, 0), (33, 31)])
 @pytest.mark.parametrize("window", [0, 1, 17, 18, 19, 64, 1000])
 def test_attention(
-    heads: int, kv_heads: int, size: int, count: int, first: int, window: int
-) -> None:
+    kernels: Mapping[str, HostKernel], heads: int, kv_heads: int, size: int, count: int, first: int,
+    window: int,
+) -> None:  # fmt: skip
     cache = np.full((2, 3, kv_heads, 64, size), NAN)  # what was not written must not be read
     end = first + count
     cache[:, 1, :, :end] = random((2, kv_heads, end, size), 4)
@@ -224,7 +258,7 @@ def test_attention(
     q, out = random((count + 1, heads, size), 5), np.zeros((count + 1, heads, size), np.float32)
     live = live_rows(*((0, first + i, 1, ACTIVE) for i in range(count)), (0, 9, 2, 0))
     run(
-        "attention", live=live, q=q, cache=cache, attended=out, workspace=out[:0].copy(),
+        kernels, "attention", live=live, q=q, cache=cache, attended=out, workspace=out[:0].copy(),
         row_count=count + 1, heads=heads, kv_heads=kv_heads, head_size=size, sequences=3,
         context=64, window=window, scale=1 / np.sqrt(size),
     )  # fmt: skip
@@ -239,18 +273,18 @@ def test_attention_of_a_long_piece_is_cut_into_products(monkeypatch: pytest.Monk
     from ostinato.models.host import kernels as kernels_host
 
     monkeypatch.setattr(kernels_host, "_CHUNK", 100)
-    test_attention(3, 1, 6, 33, 31, 0)
-    test_attention(3, 1, 6, 33, 31, 5)
+    test_attention(HOST_KERNELS, 3, 1, 6, 33, 31, 0)
+    test_attention(HOST_KERNELS, 3, 1, 6, 33, 31, 5)
 
 
-def test_attention_of_a_batch_keeps_sequences_apart() -> None:
+def test_attention_of_a_batch_keeps_sequences_apart(kernels: Mapping[str, HostKernel]) -> None:
     cache = random((2, 2, 2, 16, 4), 6)
     q, out = random((3, 4, 4), 7), np.zeros((3, 4, 4), np.float32)
     # Sequence 0 at 3, sequence 1 at 4 (rising, but another sequence), sequence 1 at 9 (not the next
     # position).
     live = live_rows((0, 3, 0, ACTIVE), (0, 4, 1, ACTIVE), (0, 9, 1, ACTIVE))
     run(
-        "attention", live=live, q=q, cache=cache, attended=out, workspace=out, row_count=3,
+        kernels, "attention", live=live, q=q, cache=cache, attended=out, workspace=out, row_count=3,
         heads=4, kv_heads=2, head_size=4, sequences=2, context=16, window=0, scale=0.5,
     )  # fmt: skip
     for i, (_, position, sequence, _) in enumerate(live.tolist()):
@@ -265,14 +299,16 @@ def test_attention_of_a_batch_keeps_sequences_apart() -> None:
 
 @pytest.mark.parametrize("name", ["output_residual", "down_residual"])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_products_into_the_residual(name: str, count: int) -> None:
+def test_products_into_the_residual(
+    kernels: Mapping[str, HostKernel], name: str, count: int
+) -> None:
     hidden, width = 13, 21
     source, weight, x = random((count + 1, width)), random((hidden, width), 1), random((6, hidden))
     expected = x[:count] + source[:count].astype(np.float64) @ weight.T.astype(np.float64)
     before = x.copy()
     live = live_rows(*((0, i, 0, ACTIVE) for i in range(count)), (0, 0, 0, 0))
     run(
-        name, live=live, **{"attended" if name == "output_residual" else "inner": source},
+        kernels, name, live=live, **{"attended" if name == "output_residual" else "inner": source},
         weight=weight, x=x, workspace=np.full((6, hidden), NAN), row_count=count + 1,
         hidden=hidden, width=width,
     )  # fmt: skip
@@ -280,29 +316,32 @@ def test_products_into_the_residual(name: str, count: int) -> None:
     np.testing.assert_array_equal(x[count:], before[count:])
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_norm_gate_up(count: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_norm_gate_up(kernels: Mapping[str, HostKernel], count: int) -> None:
     hidden, width = 13, 21
     x, norm, weight = random((count, hidden)), random((hidden,), 1), random((2 * width, hidden), 2)
     weight[:3] *= 400  # gates far below -88: no overflow may show
     inner = np.full((count, width), NAN)
     run(
-        "norm_gate_up", live=live_rows(*((0, i, 0, ACTIVE) for i in range(count))), x=x, norm=norm,
-        weight=weight, inner=inner, workspace=np.full((count, 2 * width), NAN), row_count=count,
-        hidden=hidden, width=width, epsilon=1e-5,
+        kernels, "norm_gate_up", live=live_rows(*((0, i, 0, ACTIVE) for i in range(count))), x=x,
+        norm=norm, weight=weight, inner=inner, workspace=np.full((count, 2 * width + hidden), NAN),
+        row_count=count, hidden=hidden, width=width, epsilon=1e-5,
     )  # fmt: skip
     h = reference.rms_norm(x, norm, 1e-5)
     gate, up = np.split(h @ weight.T.astype(np.float64), 2, axis=1)
     np.testing.assert_allclose(inner, reference.silu(gate) * up, rtol=1e-4, atol=1e-4)
 
 
-def head_case(live: np.ndarray, sequences: int) -> tuple[np.ndarray, np.ndarray]:
+def head_case(
+    kernels: Mapping[str, HostKernel], live: np.ndarray, sequences: int
+) -> tuple[np.ndarray, np.ndarray]:
     hidden, vocabulary = 12, 37
     x, norm = random((len(live), hidden)), random((hidden,), 1)
     weight, logits = random((vocabulary, hidden), 2), np.full((sequences, vocabulary), NAN)
     run(
-        "head", live=live, x=x, norm=norm, weight=weight, logits=logits, workspace=logits.copy(),
-        row_count=len(live), hidden=hidden, vocabulary=vocabulary, epsilon=1e-5,
+        kernels, "head", live=live, x=x, norm=norm, weight=weight, logits=logits,
+        workspace=logits.copy(), row_count=len(live), hidden=hidden, vocabulary=vocabulary,
+        epsilon=1e-5,
     )  # fmt: skip
     return logits, reference.rms_norm(x, norm, 1e-5) @ weight.T.astype(np.float64)
 
@@ -311,12 +350,14 @@ def head_case(live: np.ndarray, sequences: int) -> tuple[np.ndarray, np.ndarray]
     "sequences_of_rows",
     [[0], [2], [0, 1, 2], [1, 2], [2, 0], [0, 2], [3, 1, 5, 4, 0], list(range(6))],
 )
-def test_head_writes_each_sequences_logits_in_place(sequences_of_rows: list[int]) -> None:
+def test_head_writes_each_sequences_logits_in_place(
+    kernels: Mapping[str, HostKernel], sequences_of_rows: list[int]
+) -> None:
     rows = [
         (0, 5, 1, ACTIVE),
         *((0, 1, sequence, ACTIVE | SAMPLE) for sequence in sequences_of_rows),
     ]
-    logits, expected = head_case(live_rows(*rows, (0, 0, 1, SAMPLE)), 6)
+    logits, expected = head_case(kernels, live_rows(*rows, (0, 0, 1, SAMPLE)), 6)
     for row, sequence in enumerate(sequences_of_rows, 1):
         np.testing.assert_allclose(logits[sequence], expected[row], **F32)
     others = [sequence for sequence in range(6) if sequence not in sequences_of_rows]
@@ -330,14 +371,14 @@ def test_head_writes_each_sequences_logits_in_place(sequences_of_rows: list[int]
         *("norm_gate_up", "down_residual", "head", "sample"),
     ],
 )
-def test_a_step_of_padding_alone_does_nothing(name: str) -> None:
+def test_a_step_of_padding_alone_does_nothing(kernels: Mapping[str, HostKernel], name: str) -> None:
     arguments: dict[str, Any] = {}
     for parameter in HOST_KERNELS[name].signature.parameters:
         filled = random((6144,)) if parameter.dtype == np.float32 else np.full(6144, 7, np.int64)
         arguments[parameter.name] = filled if parameter.pointer else 2
     arguments["live"] = live_rows((1, 1, 1, SAMPLE), (1, 1, 1, 0))
     before = copy.deepcopy(arguments)
-    run(name, **arguments)
+    run(kernels, name, **arguments)
     for given, value in arguments.items():
         np.testing.assert_array_equal(value, before[given], err_msg=given)
 
@@ -370,8 +411,8 @@ def sampled(
         **given,
     }
     run(
-        "sample", live=live, logits=logits, options=options, **values, row_count=len(live),
-        vocabulary=vocabulary, stop_count=16, ring_size=6,
+        HOST_KERNELS, "sample", live=live, logits=logits, options=options, **values,
+        row_count=len(live), vocabulary=vocabulary, stop_count=16, ring_size=6,
     )  # fmt: skip
     return values["state"][:, 0], values["ring"]
 
@@ -475,6 +516,7 @@ def test_continue_loop(rows: list[tuple[int, ...]], begins: bool, goes_on: bool)
 
     def call(start: int) -> tuple[int, int]:
         run(
+            HOST_KERNELS,
             "continue_loop",
             launch,
             condition=77,

@@ -25,10 +25,9 @@ from ostinato.models.host import packed_kernels as kernels_packed
 from ostinato.models.host.kernels import HOST_KERNELS
 from ostinato.models.packed import PackedMatrix, PackedPart
 from ostinato.models.plan import rope_table
-from ostinato.models.program import ACTIVE, FROM_STATE, SAMPLE
+from ostinato.models.program import ACTIVE, SAMPLE
 from tests.models.model_files import packed_matrix, write_gguf
-from tests.models.test_kernels_host import NAN, config_of, live_rows, random
-from tests.models.test_kernels_host import run_kernel as run
+from tests.models.test_kernels_host import NAN, config_of, live_rows, random, run
 from tests.processes import printed
 
 pytestmark = pytest.mark.skipif(
@@ -164,40 +163,7 @@ def test_infinite_nan_and_tiny_scales_are_values_like_others(kind: str, instruct
     check_values(kind, packed, columns, instructions)
 
 
-# ------------------------------------------------------------------------- kernel beside its oracle
-
-
-def beside_numpy(
-    instructions: str, name: str, kinds: tuple[str, ...], counts: tuple[int, ...], columns: int,
-    outputs: tuple[str, ...], threads: int = 2, /, **arguments: Any,
-) -> None:  # fmt: skip
-    """Runs a kernel and its NumPy namesake on copies; `outputs` must agree, all else stay."""
-    parts = [blocks(kinds[i], count, columns, i + 7) for i, count in enumerate(counts)]
-    layout = PackedMatrix(columns, tuple(map(PackedPart, kinds, counts)))
-    matrix = "table" if name == "embed" else "weight"
-    dense = np.concatenate(
-        [values_of(kind, part, columns) for kind, part in zip(kinds, parts, strict=True)]
-    )
-    results = []
-    for kernels, weight in (
-        (HOST_KERNELS, dense),
-        (kernels_packed.kernels_of(threads, instructions), packed_matrix(layout, parts)),
-    ):
-        mine = {n: v.copy() if isinstance(v, np.ndarray) else v for n, v in arguments.items()}
-        if name not in ("attention", "norm_rope"):
-            mine[matrix] = weight
-        run(kernels, name, **mine)
-        results.append(mine)
-    for key, value in arguments.items():
-        if not isinstance(value, np.ndarray) or key == "workspace":
-            continue
-        wanted, found = results[0][key], results[1][key]
-        if key not in outputs:
-            np.testing.assert_array_equal(found, value, err_msg=key)
-            continue
-        np.testing.assert_array_equal(np.isnan(found), np.isnan(wanted), err_msg=key)
-        largest = np.abs(wanted[~np.isnan(wanted)]).max(initial=0)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * largest, err_msg=key)
+# ----------------------------------------------------------------------- attention and gates
 
 
 MIXED = live_rows(
@@ -205,75 +171,6 @@ MIXED = live_rows(
     (0, 63, 0, ACTIVE | SAMPLE), (0, 2, 1, ACTIVE), (0, 5, 2, ACTIVE | SAMPLE), (0, 9, 9, 0),
 )  # fmt: skip
 """A piece of sequence 1's prompt, padding, and single tokens of three sequences."""
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
-@pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
-@pytest.mark.parametrize("biased", [False, True])
-def test_norm_qkv_rope(
-    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, biased: bool
-) -> None:
-    config, hidden, count = config_of(heads, kv_heads, size), 512, len(live)
-    width = (heads + 2 * kv_heads) * size
-    beside_numpy(
-        instructions, "norm_qkv_rope", ("Q4_K", "Q4_1", "Q6_K"),
-        (heads * size, kv_heads * size, kv_heads * size), hidden, ("cache", "q"), live=live,
-        x=random((count, hidden), 1), norm=random((hidden,), 2), rope=rope_table(config, 64),
-        bias=random((width,), 7) if biased else None,
-        cache=np.full((2, 3, kv_heads, 64, size), NAN), q=np.full((count, heads, size), NAN),
-        workspace=np.full((count, width + hidden), NAN), row_count=count, hidden=hidden,
-        heads=heads, kv_heads=kv_heads, head_size=size, sequences=3, context=64, epsilon=1e-5,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
-@pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
-@pytest.mark.parametrize("added", ["norms", "bias and norms", "nothing"])
-def test_norms_of_heads(
-    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, added: str
-) -> None:
-    config, hidden, count = config_of(heads, kv_heads, size), 512, len(live)
-    width = (heads + 2 * kv_heads) * size
-    sizes = {"row_count": count, "heads": heads, "kv_heads": kv_heads, "head_size": size}
-    beside_numpy(
-        instructions, "norm_qkv", ("Q4_K", "Q4_1", "Q6_K"),
-        (heads * size, kv_heads * size, kv_heads * size), hidden, ("qkv",), live=live,
-        x=random((count, hidden), 1), norm=random((hidden,), 2), qkv=np.full((count, width), NAN),
-        workspace=np.full((count, hidden), NAN), hidden=hidden, epsilon=1e-5, **sizes,
-    )  # fmt: skip
-    beside_numpy(
-        instructions, "norm_rope", ("F32",), (1,), 1, ("cache", "q"), live=live,
-        qkv=random((count, width), 1), rope=rope_table(config, 64),
-        bias=random((width,), 7) if "bias" in added else None,
-        q_norm=random((size,), 8) if "norms" in added else None,
-        k_norm=random((size,), 9) if "norms" in added else None,
-        cache=np.full((2, 3, kv_heads, 64, size), NAN), q=np.full((count, heads, size), NAN),
-        sequences=3, context=64, epsilon=1e-5, **sizes,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (9, 3, 64), (8, 1, 10)])
-@pytest.mark.parametrize("live", [MIXED, MIXED[4:5]], ids=["mixed", "one"])
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("window", [0, 1, 20, 33])
-def test_attention(
-    heads: int, kv_heads: int, size: int, live: np.ndarray, instructions: str, threads: int,
-    window: int,
-) -> None:  # fmt: skip
-    cache, count = random((2, 3, kv_heads, 64, size), 4), len(live)
-    for _, position, sequence, flags in live.tolist():  # what nobody wrote must not be read
-        if flags:
-            cache[:, sequence, :, max(position, 33 if sequence == 1 else 0) + 1 :] = NAN
-    beside_numpy(
-        instructions, "attention", ("F32",), (1,), 1, ("attended",), threads, live=live,
-        q=random((count, heads, size), 5), cache=cache,
-        attended=np.zeros((count, heads, size), np.float32), workspace=np.zeros(1, np.float32),
-        row_count=count, heads=heads, kv_heads=kv_heads, head_size=size, sequences=3, context=64,
-        window=window, scale=size**-0.5,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -301,19 +198,6 @@ def test_attention_gives_a_row_the_same_bits_in_any_company(instructions: str, w
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("count", [1, 2, 70])
-def test_norm_gate_up(count: int, instructions: str) -> None:
-    hidden, width = 256, 133
-    beside_numpy(
-        instructions, "norm_gate_up", ("Q5_K", "Q8_0"), (width, width), hidden, ("inner",),
-        live=live_rows(*((0, i, 0, ACTIVE) for i in range(count))), x=random((count, hidden), 1),
-        norm=random((hidden,), 2) * 9, inner=np.full((count, width), NAN),
-        workspace=np.full((count, 2 * width + hidden), NAN), row_count=count, hidden=hidden,
-        width=width, epsilon=1e-5,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 def test_gates_of_every_size_and_kind(instructions: str) -> None:
     """Far below -88, where the exponential is infinite; infinite; NaN."""
     gates = np.array(
@@ -335,32 +219,6 @@ def test_gates_of_every_size_and_kind(instructions: str) -> None:
             width=len(gates), epsilon=0.0,
         )  # fmt: skip
     np.testing.assert_allclose(inner["packed"], inner["numpy"], rtol=1e-6, atol=1e-37)
-
-
-@pytest.mark.parametrize("instructions", INSTRUCTIONS)
-@pytest.mark.parametrize("live", [MIXED, MIXED[4:5], MIXED[3:4]], ids=["mixed", "one", "padding"])
-def test_head_and_embed(live: np.ndarray, instructions: str) -> None:
-    hidden, vocabulary, count = 64, 301, len(live)
-    beside_numpy(
-        instructions, "head", ("Q8_0",), (vocabulary,), hidden, ("logits",), 5, live=live,
-        x=random((count, hidden), 1), norm=random((hidden,), 2),
-        logits=np.full((3, vocabulary), NAN), workspace=np.full((count, vocabulary), NAN),
-        row_count=count, hidden=hidden, vocabulary=vocabulary, epsilon=1e-5,
-    )  # fmt: skip
-    on = ACTIVE | FROM_STATE
-    rows = live_rows(
-        (4, 2, 0, on & ~FROM_STATE), (0, 0, 0, on), (0, 0, 1, on), (301, 0, 0, ACTIVE),
-        (1, 20, 0, ACTIVE), (1, 0, 2, ACTIVE), (-1, 0, 0, ACTIVE), (1, 0, -1, ACTIVE),
-        (1, -1, 0, ACTIVE), (1, 0, 0, 0), (1, 0, 0, on),
-    )  # fmt: skip
-    beside_numpy(
-        instructions, "embed", ("Q8_0", "F16"), (7, vocabulary - 7), hidden,
-        ("live", "x", "history"),
-        rows=rows, state=np.array([(7, 3, 4, 0), (8, 9, 10, 1)], np.int32),
-        live=np.full((len(rows), 4), 77, np.int32), x=np.full((len(rows), hidden), NAN),
-        history=np.full((2, 20), -5, np.int32), row_count=len(rows), hidden=hidden,
-        vocabulary=vocabulary, sequences=2, context=20,
-    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------- hostile inputs

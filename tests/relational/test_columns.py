@@ -12,7 +12,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device, open_device
-from ostinato.errors import ClosedError, InputError
+from ostinato.errors import InputError
 from ostinato.relational import Joiner, KeyColumns
 from ostinato.testing import HeldStream
 from tests.relational.tables import pairs
@@ -189,19 +189,13 @@ def test_too_many_rows(host_device: Device) -> None:
 
 
 def test_columns_of_another_device(joiner: Joiner) -> None:
-    with open_device("host") as other:
-        buffer = other.array(np.array([1]))
-        for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
-            with pytest.raises(InputError, match="column 'k' lives on host, another device"):
-                joiner.join(ONE, table, on="k")
-
-
-def test_columns_of_the_same_device_opened_another_time(joiner: Joiner) -> None:
-    name = joiner.device.name
-    with open_device(name) as other:
-        table = {"k": other.array(np.array([1]))}
-        with pytest.raises(InputError, match=f"column 'k' lives on {name}.*opened another time"):
-            joiner.join(ONE, table, on="k")
+    """Also of the same one, opened another time."""
+    for name, words in (("host", "host, another"), (joiner.device.name, ".*opened another time")):
+        with open_device(name) as other:
+            buffer = other.array(np.array([1]))
+            for table in ({"k": buffer}, Joiner(other).columns({"k": buffer}, "k")):
+                with pytest.raises(InputError, match=f"column 'k' lives on {words}"):
+                    joiner.join(ONE, table, on="k")
 
 
 def test_cuda_arrays_are_not_memory_of_the_host(host_joiner: Joiner) -> None:
@@ -238,57 +232,33 @@ class Foreign:
         }
 
 
-@pytest.mark.parametrize("said", [True, False], ids=["stream said", "not said"])
-def test_work_that_fills_a_foreign_array_is_waited_for(device: Device, said: bool) -> None:
-    side = device.create_stream()
-    with Joiner(device) as joiner:
-        array, values = device.zeros(4, np.int64), device.array(np.array([9, 2, 9, 9]))
-        right = joiner.columns(ONE, "k")
-        for _ in range(2):  # takes all memory beforehand: giving some back waits for the device
-            joiner.join(joiner.columns({"k": array}, "k"), right)
-        gc.collect()
-        device.synchronize()
-        with HeldStream(side) as held:
-            ost.copy(side, array, values)
-            held.release_after(0.2)
-            foreign = Foreign(array, side.handle if said else None)
-            pending = joiner.submit({"k": foreign}, right, on="k")
-            assert pairs(pending.result()).tolist() == [[1, 1]]
-
-
-def test_columns_of_another_joiner_are_waited_for(device: Device) -> None:
-    """They are copied to the device in the order of that joiner's stream."""
-    with Joiner(device) as one, Joiner(device) as other:
-        for joiner in (one, other):
-            joiner.join(ONE, ONE, on="k")
-        right = other.columns(ONE, "k")
-        gc.collect()
-        device.synchronize()
-        with HeldStream(one.stream) as held:
-            held.release_after(0.2)
-            columns = one.columns({"k": np.array([9, 2])}, "k")
-            pending = other.submit(columns, right)
-        assert pairs(pending.result()).tolist() == [[1, 1]]
-
-
-def test_columns_of_a_closed_stream_are_waited_for(device: Device) -> None:
-    """Closing a stream does not wait for its work."""
-    stream, values = device.create_stream(), device.zeros(2, np.int64)
-    twos = device.array([2, 2], np.int64)
+@pytest.mark.parametrize(
+    "how", ["stream said", "not said", "of another joiner", "of a closed stream"]
+)
+def test_work_that_fills_columns_is_waited_for(device: Device, how: str) -> None:
+    """That of another library's stream, of another joiner's, and of one that was closed, which does
+    not wait for its work."""
+    stream, values = device.create_stream(), device.zeros(4, np.int64)
+    filled = np.array([9, 2, 9, 9])
+    source = device.array(filled)
     with Joiner(device, stream=stream) as one, Joiner(device) as other:
-        for joiner in (one, other):
-            joiner.join(ONE, ONE, on="k")
+        for joiner in (one, other):  # takes all memory beforehand: giving some back would wait
+            for _ in range(2):
+                joiner.join({"k": filled}, ONE, on="k")
         right = other.columns(ONE, "k")
         gc.collect()
         device.synchronize()
-        device.context.collect()  # to free memory waits for the device
+        device.context.collect()
         with HeldStream(stream) as held:
-            ost.copy(stream, values, twos)
+            ost.copy(stream, values, source)
             held.release_after(0.2)
-            columns = one.columns({"k": values}, "k")
-            stream.close()
-            pending = other.submit(columns, right)
-        assert pairs(pending.result()).tolist() == [[0, 1], [1, 1]]
+            columns: Any = {"k": Foreign(values, stream.handle if how == "stream said" else None)}
+            if how.startswith("of"):
+                columns = one.columns({"k": values if "closed" in how else filled}, "k")
+            if "closed" in how:
+                stream.close()
+            pending = other.submit(columns, right, on=None if how.startswith("of") else "k")
+            assert pairs(pending.result()).tolist() == [[1, 1]]
 
 
 def test_an_array_on_the_processor_through_dlpack(joiner: Joiner) -> None:
@@ -355,12 +325,3 @@ def _importable(name: str) -> bool:
     except ImportError:
         return False
     return True
-
-
-def test_a_closed_device() -> None:
-    device = open_device("host")
-    joiner = Joiner(device)
-    device.close()
-    with pytest.raises(ClosedError):
-        joiner.join(ONE, ONE, on="k")
-    joiner.close()

@@ -276,23 +276,22 @@ def replayed(joiner: Joiner, joins: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("call", ["graph_instantiate", "exec_upload"])
-def test_a_graph_that_found_no_memory_is_made_later(
-    faulty: tuple[FaultyDriver, Joiner], call: str
+@pytest.mark.parametrize(
+    ("call", "status", "times", "replays"),
+    [
+        ("graph_instantiate", Status.OUT_OF_MEMORY, 2, [6, 7, 8]),
+        ("exec_upload", Status.OUT_OF_MEMORY, 2, [6, 7, 8]),
+        ("launch_kernel", Status.STREAM_CAPTURE_INVALIDATED, 1, [2, 3]),
+    ],
+)
+def test_a_graph_that_could_not_be_made_for_now_is_made_later(
+    faulty: tuple[FaultyDriver, Joiner], call: str, status: Status, times: int, replays: list[int]
 ) -> None:
     """After 1 and 4 calls, which run launch by launch: such a join raised OutOfMemoryError."""
     faults, joiner = faulty
-    faults.fail(call, Status.OUT_OF_MEMORY, times=2)
-    assert replayed(joiner, 8) == [6, 7, 8]
-    assert joiner.statistics().cache.capture_failures == 2
-
-
-def test_a_capture_that_something_else_broke_is_made_again(
-    faulty: tuple[FaultyDriver, Joiner],
-) -> None:
-    faults, joiner = faulty
-    faults.fail("launch_kernel", Status.STREAM_CAPTURE_INVALIDATED)
-    assert replayed(joiner, 3) == [2, 3]
+    faults.fail(call, status, times=times)
+    assert replayed(joiner, replays[-1]) == replays
+    assert joiner.statistics().cache.capture_failures == times
 
 
 def test_a_key_that_cannot_be_captured_is_joined_launch_by_launch(
@@ -774,16 +773,6 @@ def test_without_a_joiner(monkeypatch: pytest.MonkeyPatch) -> None:
     default.device.close()
 
 
-def test_two_joiners_on_one_device(device: Device) -> None:
-    with Joiner(device) as one, Joiner(device) as other:
-        left, right = column(np.arange(300)), column(np.arange(0, 600, 3))
-        pending = [j.submit(left, right, "k") for _ in range(5) for j in (one, other)]
-        for result in pending:
-            np.testing.assert_array_equal(pairs(result.result()), expected(left, right))
-        with pytest.raises(InputError, match="another joiner"):
-            one.join(left, other.build_index(right, "k"), on="k")
-
-
 def test_joiners_in_turn(device: Device) -> None:
     """Chains of several joins overlap, some of which must be repeated; each has its own answer."""
     rng = np.random.default_rng(21)
@@ -801,3 +790,5 @@ def test_joiners_in_turn(device: Device) -> None:
             joins.append((wanted, joiner.submit(one, index, "k")))
         for answer, pending in joins:
             np.testing.assert_array_equal(pairs(pending.result()), answer)
+        with pytest.raises(InputError, match="another joiner"):
+            joiners[0].join(one, indexes[1], "k")

@@ -20,38 +20,26 @@ from tests.sources import config, kernel
 STEP = np.dtype([("token", "<i4"), ("position", "<i4"), ("length", "<i4")])
 
 
-def test_a_replay_in_flight_sees_the_value_of_its_time(device: Device) -> None:
+@pytest.mark.parametrize(("depth", "values"), [(4, 3), (2, 6)])
+def test_a_replay_in_flight_sees_the_value_of_its_time(
+    device: Device, depth: int, values: int
+) -> None:
+    """Each adds its own value, also if there are more than the ring has entries; writes wait only
+    then."""
     stream = device.create_stream()
-    factor = ost.DeviceScalar(device, np.float32, initial=1, stream=stream)
-    x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
-    with ost.capture(stream) as capture:
-        ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
-    run = capture.graph.instantiate(upload=stream)
-    stream.synchronize()
-    with HeldStream(stream):
-        run.launch(stream)
-        for value in (10, 100, 1000):  # fewer than the ring is deep: none of these waits
-            factor.set(value, stream)
-            run.launch(stream)
-    assert (y.to_numpy(stream) == 1111).all()
-
-
-def test_a_full_ring_overwrites_nothing_that_is_in_flight(device: Device) -> None:
-    """Each replay adds its own value, although there are more than the ring has entries."""
-    stream = device.create_stream()
-    factor = ost.DeviceScalar(device, np.float32, initial=0, stream=stream, depth=2)
+    factor = ost.DeviceScalar(device, np.float32, initial=0, stream=stream, depth=depth)
     x, y = device.array(np.ones(10, np.float32)), device.zeros(10, np.float32)
     with ost.capture(stream) as capture:
         ost.launch(stream, kernel(device, "axpy"), config(10), x, factor, y, 10)
     run = capture.graph.instantiate(upload=stream)
     stream.synchronize()
     with HeldStream(stream) as held:
-        for number in range(6):
-            if number == 2:  # from here on the writes wait
+        for number in range(values):
+            if number == depth:
                 held.release_after(0.2)
             factor.set(10.0**number, stream)
             run.launch(stream)
-    assert (y.to_numpy(stream) == 111_111).all()
+    assert (y.to_numpy(stream) == int("1" * values)).all()
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -237,7 +237,7 @@ def test_graphs_in_one_block_are_charged_with_their_share(
             cache.get_or_capture(key, make)
         stats = cache.statistics()
         assert {line.nbytes_source for line in stats.keys} == {FootprintSource.SHARED}
-        assert stats.shared_growth == 9 * BLOCK_BYTES == blocks.taken
+        assert cache.table.blocks.grown == 9 * BLOCK_BYTES == blocks.taken
         assert 8 * BLOCK_BYTES <= stats.nbytes <= 9 * BLOCK_BYTES
         assert stats.evictions.total == 0
         for key in range(33, 240):

@@ -18,7 +18,7 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import CaptureError, ClosedError, NotHeldError
-from tests.sources import config, kernel
+from tests.sources import config, empty_graph, kernel
 
 PATIENCE = 30.0
 
@@ -33,12 +33,6 @@ def cache(device: Device) -> Iterator[ost.GraphCache]:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as executor:
         yield executor
-
-
-def empty_graph(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device)
-    graph.add_empty()
-    return graph.instantiate()
 
 
 class SlowMake:

@@ -9,12 +9,7 @@ from ostinato.device import Device
 from ostinato.errors import CaptureError
 from ostinato.step import Evictions
 from ostinato.step import cache as cache_module
-
-
-def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device)
-    graph.add_empty()
-    return graph.instantiate()
+from tests.sources import empty_graph
 
 
 def test_a_key_keeps_its_counts_when_its_graph_leaves(device: Device) -> None:
@@ -27,15 +22,15 @@ def test_a_key_keeps_its_counts_when_its_graph_leaves(device: Device) -> None:
         assert not cache.replay("a", stream)
         with pytest.raises(CaptureError):
             cache.get_or_capture("a", fail)
-        cache.get_or_capture("a", lambda: graph_of(device))
+        cache.get_or_capture("a", lambda: empty_graph(device))
         assert cache.replay("a", stream) and cache.replay("a", stream)
-        cache.get_or_capture("b", lambda: graph_of(device))
+        cache.get_or_capture("b", lambda: empty_graph(device))
         (gone,) = cache.statistics().gone
         assert gone.key == "a" and gone.evictions == Evictions(count=1)
         assert (gone.hits, gone.misses, gone.captures, gone.capture_failures) == (2, 1, 1, 1)
         assert gone.capture_seconds > 0
-        cache.install("a", graph_of(device))
-        cache.install("a", graph_of(device))
+        cache.install("a", empty_graph(device))
+        cache.install("a", empty_graph(device))
         assert cache.replay("a", stream)
         (a,) = cache.statistics().keys
         assert (a.hits, a.installed, a.replaced, a.left) == (3, 2, 1, 2)

@@ -11,6 +11,7 @@ from ostinato.device import Device
 from ostinato.errors import CaptureError, CaptureLimitError, InputError
 from ostinato.step import CaptureLimits, Refusal
 from ostinato.step.limits import refuse
+from tests.sources import empty_graph
 
 SECONDS = st.floats(0.001, 100)
 limits = st.builds(
@@ -81,17 +82,11 @@ def test_limits_out_of_range_are_refused(wrong: dict[str, object]) -> None:
         CaptureLimits(**wrong)  # type: ignore[arg-type]
 
 
-def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device)
-    graph.add_empty()
-    return graph.instantiate()
-
-
 def test_a_key_that_is_captured_again_and_again_is_refused(device: Device) -> None:
     made = []
 
     def make() -> ost.GraphExec:
-        made.append(graph_of(device))
+        made.append(empty_graph(device))
         return made[-1]
 
     with ost.GraphCache(device, limits=CaptureLimits(per_key=2, within=6)) as cache:
@@ -151,26 +146,26 @@ def test_the_time_of_captures_is_limited(device: Device, monkeypatch: pytest.Mon
         made = []
         with pytest.raises(CaptureLimitError, match="at most 3 s"):
             for key in range(100):
-                cache.get_or_capture(key, lambda: graph_of(device))
+                cache.get_or_capture(key, lambda: empty_graph(device))
                 made.append(key)
         spent = cache.statistics().capture_seconds
         assert made and spent >= 3, "the last capture that began was finished"
         assert cache.keys() == made
         cache.limits = CaptureLimits(seconds=spent + 1)
-        cache.get_or_capture("more", lambda: graph_of(device))
+        cache.get_or_capture("more", lambda: empty_graph(device))
 
 
 def test_a_window_of_time_passes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     set_clock(monkeypatch, clock)
     with ost.GraphCache(device, limits=CaptureLimits(seconds=1, window=50)) as cache:
-        cache.get_or_capture("a", lambda: graph_of(device))
+        cache.get_or_capture("a", lambda: empty_graph(device))
         refused = cache.refusal("b")
         assert refused is not None and refused.reason is Refusal.SECONDS
         assert "in 50 s" in refused.detail
         clock.now += 50
         assert cache.refusal("b") is None
-        cache.get_or_capture("b", lambda: graph_of(device))
+        cache.get_or_capture("b", lambda: empty_graph(device))
 
 
 def test_asking_whether_a_capture_is_refused_is_no_use(device: Device) -> None:

@@ -68,11 +68,6 @@ def test_a_strict_step_never_runs_eagerly_in_silence(s: Situation) -> None:
         assert lax.action is not Action.BUILD
 
 
-@given(situations)
-def test_it_is_pure(s: Situation) -> None:
-    assert decide(s) == decide(replace(s))
-
-
 @pytest.mark.parametrize(
     ("situation", "action", "reason"),
     [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.step import StepKey
-from ostinato.step.work import stable_text
+from ostinato.step.work import stable_text, work_digest
 from tests.processes import printed_by_all
 
 
@@ -56,6 +56,11 @@ def test_text_of_records() -> None:
     assert stable_text(Shape(3, "a")) == stable_text(Shape(3, "b")) != stable_text(Shape(4))
     assert stable_text(object()) is None and stable_text((1, object())) is None
     assert stable_text(Place(1)) is None and stable_text((1, Place(1))) is None
+    another = enum.Enum("Colour", ["RED"], module="another")  # modules may each have a Colour
+    assert stable_text(another["RED"]) != stable_text(Colour.RED)
+    record = make_dataclass("Shape", [("rows", int)], frozen=True)
+    record.__module__ = "another"
+    assert stable_text(record(3)) != stable_text(Shape(3))
     texts = {stable_text(Mode(bits)) for bits in (0, 1, 2, 3, 4, 8)}
     assert len(texts) == 6 and None not in texts
     steps = [StepKey("rows", number, (("rows", 8),)) for number in (1, 2)]
@@ -78,7 +83,8 @@ def test_another_process_has_the_same_text_and_digest(host_device: ost.Device) -
 
 
 def stepped(device: ost.Device, before: int, rows: int = 3) -> str:
-    """The text of a step's key and of a frozen set, and the digest of the step's graph."""
+    """The text of a step's key and of a frozen set, and digests of the step's graph and of work
+    with a set of texts."""
     from tests.sources import config, kernel
 
     stream, x = device.create_stream(), device.zeros(8, "float32")
@@ -93,6 +99,7 @@ def stepped(device: ost.Device, before: int, rows: int = 3) -> str:
         step(rows=rows)
     executable = cache.get(step.key(rows=rows))
     assert executable is not None and len(unused) == before
+    texts = {"b", "a", "c", (1, ...)}
     text = stable_text((step.key(rows=rows), frozenset({"b", "a", "c"})))
     assert text is not None
-    return f"{text} {executable.graph.digest()}"
+    return f"{text} {executable.graph.digest()} {work_digest(lambda: texts)}"

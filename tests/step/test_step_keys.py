@@ -36,7 +36,7 @@ from ostinato.step import (
 )
 from ostinato.step import cache as cache_module
 from ostinato.testing import FaultyDriver
-from tests.sources import config, kernel, preload
+from tests.sources import config, empty_graph, kernel, preload
 
 N = 8
 
@@ -181,7 +181,7 @@ def test_time_that_runs_out_inside_a_capture_quarantines_nothing(device: Device)
 
     def once_free(wanted: object) -> object:
         case.cache.refusal = asked  # type: ignore[method-assign]
-        case.cache.get_or_capture(key, lambda: graph_of(device))
+        case.cache.get_or_capture(key, lambda: empty_graph(device))
         case.cache.evict(key)
         return None
 
@@ -223,12 +223,6 @@ def test_a_recorded_run_that_finds_its_pool_sealed_quarantines_nothing(device: D
     pool.open()
     assert [case.step(rows=2).action for _ in range(2)] == [Action.BUILD, Action.REPLAY]
     assert case.value == 2
-
-
-def graph_of(device: Device) -> ost.GraphExec:
-    graph = ost.Graph.create(device)
-    graph.add_empty()
-    return graph.instantiate()
 
 
 def test_keys_are_asked_for_by_many_threads(
@@ -425,7 +419,7 @@ REFUSING: dict[str, tuple[Callable[[Counting], object], Action, Reason | None]] 
     "buckets": (lambda case: small(case), Action.EAGER, Reason.OVER_BUCKETS),
     "evicted": (lambda case: case.cache.evict_all(), Action.BUILD, None),
     "replaced": (
-        lambda case: case.cache.install(case.step.key(rows=2), graph_of(case.device)),
+        lambda case: case.cache.install(case.step.key(rows=2), empty_graph(case.device)),
         Action.REPLAY,
         None,
     ),
@@ -499,7 +493,7 @@ def test_a_graph_that_is_put_under_a_key_that_was_given_up_is_not_replayed(devic
     case.cache.evict_all()
     case.broken = True
     assert case.step(rows=2).reason is Reason.BUILD_FAILED
-    case.cache.install(case.step.key(rows=2), graph_of(case.device))
+    case.cache.install(case.step.key(rows=2), empty_graph(case.device))
     for _ in range(3):
         assert case.step(rows=2).reason is Reason.BUILD_FAILED
     assert case.value == 8
@@ -533,7 +527,7 @@ def small(case: Counting) -> None:
 
 def capped(case: Counting) -> None:
     case.cache.limits = CaptureLimits(seconds=1e-9)
-    case.cache.get_or_capture("other", lambda: graph_of(case.device))
+    case.cache.get_or_capture("other", lambda: empty_graph(case.device))
 
 
 def sealed(case: Counting) -> None:
@@ -558,6 +552,9 @@ def test_a_strict_step_raises_and_runs_nothing(
     for case in (lax, strict):
         spoil(case)
     assert lax.step(rows=2).reason is reason and lax.value == 1
+    statistics = lax.step.statistics()
+    assert statistics.eager_reasons == {reason.value: 1}
+    assert (statistics.calls, statistics.eager, statistics.used, statistics.padded) == (1, 1, 2, 2)
     for _ in range(3):
         with pytest.raises(EagerRunError, match=why) as raised:
             strict.step(rows=2)
@@ -595,7 +592,8 @@ def test_a_strict_step_runs_eagerly_where_that_was_asked_for(device: Device) -> 
     assert case.value == 4
     recorded = Counting(device, strict=True, build="record")
     assert recorded.step(rows=1).action is Action.BUILD
-    assert recorded.step(rows=1).action is Action.REPLAY and recorded.value == 2
+    assert recorded.step(rows=1).action is Action.REPLAY
+    assert recorded.value == 2 and recorded.runs == 1
 
 
 def test_a_recorded_run_counts_and_the_next_call_is_refused(host_device: Device) -> None:
@@ -611,13 +609,17 @@ def test_a_recorded_run_counts_and_the_next_call_is_refused(host_device: Device)
     assert case.value == 1
 
 
-def test_a_refused_replay_of_a_strict_step(host_device: Device) -> None:
-    faults = FaultyDriver(host_device.driver)
-    case = Counting(preload(Device(faults)), warmups=0, strict=True)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_refused_replay(host_device: Device, strict: bool) -> None:
+    """It is run eagerly, or raises if the step is strict."""
+    faults, case = faulty(host_device, strict=strict)
     case.step(rows=1)
-    faults.fail("exec_launch", status=1)
-    with pytest.raises(EagerRunError, match="refused, and nothing of it ran"):
-        case.step(rows=1)
+    fault = faults.fail("exec_launch", status=1)
+    if strict:
+        with pytest.raises(EagerRunError, match="refused, and nothing of it ran"):
+            case.step(rows=1)
+    else:
+        assert case.step(rows=1).reason is Reason.REFUSED
+    assert fault.fired == 1 and case.value == 2 - strict
     faults.clear()
-    assert case.value == 1
-    assert case.step(rows=1).action is Action.BUILD and case.value == 2
+    assert case.step(rows=1).action is Action.BUILD and case.value == 3 - strict

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from ostinato.device import Device
 from ostinato.driver.api import parse_bytes, whole_number
@@ -398,18 +398,15 @@ class GraphCache(Closeable):
             return False
         try:
             executable = kept.executable
-            if self._plain:
-                if change is None:
+            if self._plain and change is None:
+                executable.launch(stream)
+                return True
+            with kept.changing if change is not None else nullcontext():
+                if change is not None:
+                    change(executable)
+                if self._plain:
                     executable.launch(stream)
                 else:
-                    with kept.changing:
-                        change(executable)
-                        executable.launch(stream)
-            elif change is None:
-                replay_as_set(key, executable, stream, self.settings, self.profile)
-            else:
-                with kept.changing:
-                    change(executable)
                     replay_as_set(key, executable, stream, self.settings, self.profile)
         finally:
             if kept.release():
@@ -712,27 +709,19 @@ class GraphCache(Closeable):
     def statistics(self) -> CacheStatistics:
         """Returns counts, bytes, and the record of each key, taken at one moment."""
         with self.lock:
-            table, total = self.table, self.table.total
+            table = self.table
             return CacheStatistics(
+                **table.total.counts(),
                 graphs=len(table.entries),
                 nbytes=table.nbytes,
                 budget=table.budget,
                 max_graphs=table.max_graphs,
                 leaving=len(table.leaving),
                 hits=table.hits,
-                misses=total.misses,
-                captures=total.captures,
-                capture_failures=total.failures,
                 joined=self._joined,
-                capture_seconds=total.capture_seconds,
-                installed=total.installed,
-                replaced=total.left["replaced"],
-                evictions=total.evictions,
                 over_budget=table.over_budget,
                 keys=tuple(table.statistics(entry) for entry in table.by_use()),
                 limits=self.limits,
-                refused=total.refusals_by_reason,
-                shared_growth=table.blocks.grown,
                 gone=tuple(table.statistics(entry) for entry in table.gone.values()),
                 forgotten=table.forgotten,
             )

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.driver.forking import new_lock
 from ostinato.driver.launcher import Seat
@@ -123,33 +123,29 @@ class Entry:
         self.reason = self.disturbance = None
         self.refusals = self.disturbed = self.wait = 0
 
+    def counts(self) -> dict[str, Any]:
+        """Returns the counts that the records of a key and of all keys together have in common."""
+        left = self.left
+        return {
+            "misses": self.misses,
+            "captures": self.captures,
+            "capture_failures": self.failures,
+            "refused": {reason.value: count for reason, count in self.refused.items()},
+            "capture_seconds": self.capture_seconds,
+            "installed": self.installed,
+            "replaced": left["replaced"],
+            "evictions": Evictions(
+                left["asked"], left["touching"], left["budget"], left["count"], left["memory"]
+            ),
+        }
+
     def statistics(self, charge: Footprint | None) -> KeyStatistics:
         """Returns the record of the key.  `charge`: the bytes of its graph, if it has one."""
         return KeyStatistics(
-            self.key,
+            **self.counts(),
+            key=self.key,
             hits=self.hits,
             nbytes=0 if charge is None else charge.nbytes,
             nbytes_source=None if charge is None else charge.source,
             last_capture_seconds=None if self.graph is None else self.graph.capture_seconds,
-            misses=self.misses,
-            captures=self.captures,
-            capture_failures=self.failures,
-            refused=self.refusals_by_reason,
-            capture_seconds=self.capture_seconds,
-            installed=self.installed,
-            replaced=self.left["replaced"],
-            evictions=self.evictions,
-        )
-
-    @property
-    def refusals_by_reason(self) -> dict[str, int]:
-        """The number of captures that the limits refused, by reason."""
-        return {reason.value: count for reason, count in self.refused.items()}
-
-    @property
-    def evictions(self) -> Evictions:
-        """The number of graphs that left the cache, by reason."""
-        left = self.left
-        return Evictions(
-            left["asked"], left["touching"], left["budget"], left["count"], left["memory"]
         )

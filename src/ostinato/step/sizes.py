@@ -7,9 +7,11 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
+from ostinato.device import Device
 from ostinato.driver.api import MemoryRange
-from ostinato.driver.context import Context, HasContext
+from ostinato.driver.context import HasContext
 from ostinato.driver.forking import new_lock
 from ostinato.driver.stream import Stream
 from ostinato.errors import CaptureError, InputError
@@ -125,9 +127,8 @@ class DeviceSizes:
     at each launch.
     """
 
-    def __init__(self, context: Context, *, shared: bool = False) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
         self._shared = shared
-        self.context = context
         self._scalars: dict[str, DeviceScalar] = {}
         self._asked: set[str] = set()
         self._restored: set[str] = set()
@@ -190,22 +191,22 @@ class DeviceSizes:
         if capturing and self._joins and name in self._now and name not in self._asked:
             self._join(name, stream)
         self.complete = None
-        self._allocate(name)
+        self._allocate(name, stream)
         self._asked.add(name)
         # Inside a capture of the step's own the size is written before the replay.
         if name in self._now and not capturing and self._there.get(name) != self._now[name]:
             self._write(name, self._now[name], stream)
         return self._scalars[name]
 
-    def _allocate(self, name: str) -> None:
+    def _allocate(self, name: str, stream: Stream) -> None:
         if name not in self._scalars:
-            # Of the device it needs the context alone, which this has too.
-            self._scalars[name] = DeviceScalar(self, "uint32")  # type: ignore[arg-type]
+            # It needs nothing of a device but its context, which the stream has too.
+            self._scalars[name] = DeviceScalar(cast(Device, stream), "uint32")
 
     def begin(self, sizes: Mapping[str, int], stream: Stream) -> None:
         """Prepares a run outside of captures: allocates memory for the sizes, and writes them."""
         for name in sizes:
-            self._allocate(name)
+            self._allocate(name, stream)
         self.set(sizes, stream)
 
     def set(self, sizes: Mapping[str, int], stream: Stream) -> None:
@@ -213,7 +214,7 @@ class DeviceSizes:
         self.complete = None  # until all of them are written
         self._now, self._joins = sizes, False
         # Not in a run with these sizes, or in a call of that run: its sizes differ at each replay.
-        taps = () if self.running or self._nested else self.context.taps
+        taps = () if self.running or self._nested else stream.context.taps
         recorded = taps and any(isinstance(t, Recording) for t in taps)
         for name in self._asked | self._restored if self._known else tuple(self._scalars):
             if name in sizes:
@@ -295,10 +296,10 @@ _lock = new_lock()
 def sizes_of(cache: HasContext, share: str | None) -> DeviceSizes:
     """Returns the sizes for a new step: its own, or those of all steps with this `share`."""
     if share is None:
-        return DeviceSizes(cache.context)
+        return DeviceSizes()
     with _lock:
         known = _sizes.setdefault(cache, weakref.WeakValueDictionary())
         made = known.get(share)
         if made is None:
-            made = known[share] = DeviceSizes(cache.context, shared=True)
+            made = known[share] = DeviceSizes(shared=True)
         return made

@@ -61,32 +61,42 @@ class Evictions:
         return self.asked + self.touching + self.budget + self.count + self.memory
 
 
-@dataclass(frozen=True, slots=True)
-class KeyStatistics:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cached:
+    """The counts of a cache: of one key, or of all keys together."""
+
+    nbytes: int
+    """Bytes of device memory that the graphs in the cache are charged with."""
+    hits: int
+    """Uses that found a graph: replay, get, hold, get_or_capture."""
+    misses: int
+    """Calls of replay, get and hold without a graph, and calls of get_or_capture that the limits
+    refused."""
+    captures: int
+    """The number of captures that gave a graph."""
+    capture_failures: int
+    refused: Mapping[str, int]
+    """Captures that the limits refused to `get_or_capture`, by reason."""
+    capture_seconds: float
+    """Time spent in captures, also in failed ones; the sum over all threads."""
+    installed: int
+    """Graphs that came in by `install`."""
+    replaced: int
+    evictions: Evictions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyStatistics(_Cached):
     """The record of one key: its graph in the cache, and counts since the key first came.
 
-    For a key without a graph at present, `nbytes` is 0 and the two fields after it are None.
+    For a key without a graph at present, `nbytes` is 0, and `nbytes_source` and
+    `last_capture_seconds` are None.
     """
 
     key: Hashable
-    hits: int
-    """Uses that found a graph, over all graphs that the key had."""
-    nbytes: int
-    """Bytes that its graph is charged with."""
     nbytes_source: FootprintSource | None
     last_capture_seconds: float | None
     """Duration of the capture of its graph; None if it was installed ready-made."""
-    misses: int = 0
-    captures: int = 0
-    """The number of captures that gave a graph."""
-    capture_failures: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """Captures that the limits refused to `get_or_capture`, by reason."""
-    capture_seconds: float = 0.0
-    """Duration of all captures of the key, failed ones too."""
-    installed: int = 0
-    replaced: int = 0
-    evictions: Evictions = Evictions()
 
     @property
     def left(self) -> int:
@@ -94,41 +104,22 @@ class KeyStatistics:
         return self.replaced + self.evictions.total
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStatistics:
-    """A snapshot of a cache.  Counts are since the cache was made; bytes are of device memory."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStatistics(_Cached):
+    """A snapshot of a cache.  Counts are since the cache was made."""
 
     graphs: int
-    nbytes: int
-    """The sum of the bytes that the graphs in the cache are charged with."""
     budget: int | None
     max_graphs: int | None
     leaving: int
     """Graphs that were taken out while a replay or `hold` still uses them."""
-    hits: int
-    """Calls for a key that had a graph: replay, get, hold, get_or_capture."""
-    misses: int
-    """Calls of replay, get and hold for a key without a graph, and calls of get_or_capture that
-    the limits refused."""
-    captures: int
-    capture_failures: int
     joined: int
     """Calls of get_or_capture that waited for another thread's capture of the key."""
-    capture_seconds: float
-    """Time spent in captures, also in failed ones; the sum over all threads."""
-    installed: int
-    """Graphs that came in by `install`."""
-    replaced: int
-    evictions: Evictions
     over_budget: int
     """The number of times that the newest graph alone was over the budget (it is kept)."""
     keys: tuple[KeyStatistics, ...]
     """The keys with a graph, from the least to the most recently used."""
     limits: CaptureLimits
-    refused: Mapping[str, int]
-    """Captures that the limits refused to `get_or_capture`, by reason."""
-    shared_growth: int
-    """Bytes by which free device memory fell in captures of graphs that share blocks."""
     gone: tuple[KeyStatistics, ...]
     """The remembered keys without a graph, the latest last."""
     forgotten: int

@@ -552,36 +552,6 @@ kernels_norm_qkv_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *
-kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
-{
-    arguments a;
-    Kernels *self = begin_arguments(&a, op, "norm_qkv", args, count, 12);
-    normed_rows in = take_normed(&a);
-    float *qkv = take_array(&a, 1), *workspace = take_array(&a, 1);
-    uint32_t row_count = take_number(&a), hidden = take_number(&a), heads = take_number(&a);
-    uint32_t kv_heads = take_number(&a), size = take_number(&a);
-    float epsilon = take_float(&a);
-    uint32_t used = need_normed(&a, &in, row_count, hidden);
-    if (used == 0)
-        return finish(&a, 0);
-    uint64_t width = times(heads + 2 * (uint64_t)kv_heads, size);
-    matrix weight;
-    need(&a, 4, "qkv", times(times(used, width), 4));
-    need(&a, 5, "workspace", times(times(used, hidden), 4));
-    read_matrix(&a, 3, width, hidden, &weight);
-    if (PyErr_Occurred())
-        return finish(&a, 0);
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    normalise(self->set, in.x, in.norm, used, hidden, epsilon, workspace);
-    product_work work = {.weight = &weight, .x = workspace, .x_stride = hidden, .rows = used,
-                         .outputs = (uint32_t)width, .out = qkv, .out_stride = width};
-    status = share_product(self, &work, plain_part, 1);
-    Py_END_ALLOW_THREADS
-    return finish(&a, status);
-}
-
-static PyObject *
 kernels_norm_rope(PyObject *op, PyObject *const *args, Py_ssize_t count)
 {
     arguments a;
@@ -790,34 +760,53 @@ kernels_down_residual(PyObject *op, PyObject *const *args, Py_ssize_t count)
     return add_product(op, "down_residual", args, count);
 }
 
+/* result = norm(x) @ weight.T; `gated`: silu of its first half times the second. */
 static PyObject *
-kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
+normed_product(PyObject *op, const char *name, PyObject *const *args, Py_ssize_t count, int gated)
 {
     arguments a;
-    Kernels *self = begin_arguments(&a, op, "norm_gate_up", args, count, 10);
+    Kernels *self = begin_arguments(&a, op, name, args, count, gated ? 10 : 12);
     normed_rows in = take_normed(&a);
-    float *inner = take_array(&a, 1), *workspace = take_array(&a, 1);
-    uint32_t row_count = take_number(&a), hidden = take_number(&a), width = take_number(&a);
+    float *result = take_array(&a, 1), *workspace = take_array(&a, 1);
+    uint32_t row_count = take_number(&a), hidden = take_number(&a);
+    uint64_t width = take_number(&a); /* or query heads */
+    if (!gated) {
+        width += 2 * (uint64_t)take_number(&a);
+        width = times(width, take_number(&a));
+    }
     float epsilon = take_float(&a);
     uint32_t used = need_normed(&a, &in, row_count, hidden);
     if (used == 0)
         return finish(&a, 0);
+    uint64_t gates = gated ? 2 * width : 0; /* of a row, in the workspace before its inputs */
     matrix weight;
-    need(&a, 4, "inner", times(times(used, width), 4));
-    need(&a, 5, "workspace", times(times(used, 2 * (uint64_t)width + hidden), 4));
-    read_matrix(&a, 3, 2 * (uint64_t)width, hidden, &weight);
+    need(&a, 4, "the result", times(times(used, width), 4));
+    need(&a, 5, "workspace", times(times(used, gates + hidden), 4));
+    read_matrix(&a, 3, gated ? gates : width, hidden, &weight);
     if (PyErr_Occurred())
         return finish(&a, 0);
     int status;
     Py_BEGIN_ALLOW_THREADS
-    float *normed = workspace + (size_t)used * 2 * width;
+    float *normed = workspace + used * gates;
     normalise(self->set, in.x, in.norm, used, hidden, epsilon, normed);
     product_work work = {.weight = &weight, .x = normed, .x_stride = hidden, .rows = used,
-                         .outputs = width, .out = workspace, .out_stride = 2 * (size_t)width,
-                         .inner = inner};
-    status = share_product(self, &work, gate_part, 2);
+                         .outputs = (uint32_t)width, .out = gated ? workspace : result,
+                         .out_stride = gated ? gates : width, .inner = result};
+    status = share_product(self, &work, gated ? gate_part : plain_part, gated ? 2 : 1);
     Py_END_ALLOW_THREADS
     return finish(&a, status);
+}
+
+static PyObject *
+kernels_norm_qkv(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    return normed_product(op, "norm_qkv", args, count, 0);
+}
+
+static PyObject *
+kernels_norm_gate_up(PyObject *op, PyObject *const *args, Py_ssize_t count)
+{
+    return normed_product(op, "norm_gate_up", args, count, 1);
 }
 
 static int

@@ -63,32 +63,20 @@ struct alignas(16) Row {
 
 // ---------------------------------------------------------------------------------------- loads
 
-// Loads 16 bytes of weights.  One multiprocessor reads them once, so they are not allocated in L1.
-DEVICE uint4 load_weights(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p));
-    return v;
-}
-DEVICE uint2 load_weights8(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-DEVICE u32 load_weights4(const void* p) {
-    u32 v;
-    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
+// Defines a load.  CODE: the instruction, in which the address follows the values, which are the other arguments.
+#define LOAD(NAME, TYPE, POINTED, CODE, ...)                   \
+    DEVICE TYPE NAME(const POINTED* p) {                       \
+        TYPE v;                                                \
+        asm volatile("ld.global." CODE : __VA_ARGS__ : "l"(p)); \
+        return v;                                              \
+    }
+// Loads weights.  One multiprocessor reads them once, so they are not allocated in L1.
+LOAD(load_weights, uint4, void, "L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];", "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w))
+LOAD(load_weights8, uint2, void, "L1::no_allocate.v2.u32 {%0, %1}, [%2];", "=r"(v.x), "=r"(v.y))
+LOAD(load_weights4, u32, void, "L1::no_allocate.u32 %0, [%1];", "=r"(v))
 // Loads 16 bytes of a norm's weights, which every block reads.
-DEVICE float4 load_norm(const float4* p) {
-    float4 v;
-    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(p));
-    return v;
-}
+LOAD(load_norm, float4, float4, "v4.f32 {%0, %1, %2, %3}, [%4];", "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w))
+#undef LOAD
 
 // Prefetches weights (a multiple of 16 bytes) into L2, without waiting.
 DEVICE void prefetch_weights(const void* p, u32 bytes) {
@@ -97,43 +85,20 @@ DEVICE void prefetch_weights(const void* p, u32 bytes) {
 #endif
 }
 
-// Loads data that another kernel of this step writes, past L1.
-DEVICE float4 load_fresh(const float4* p) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-DEVICE float2 load_fresh(const float2* p) {
-    float2 v;
-    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
-    return v;
-}
-DEVICE float load_fresh(const float* p) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE uint4 load_fresh(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-DEVICE u64 load_fresh(const u64* p) {
-    u64 v;
-    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-    return v;
-}
-DEVICE int load_fresh(const int* p) {
-    int v;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-    return v;
-}
+// Load data that another kernel of this step writes, past L1.
+#define LOAD_FRESH(TYPE, CODE, ...)                                           \
+    DEVICE TYPE load_fresh(const TYPE* p) {                                   \
+        TYPE v;                                                               \
+        asm volatile("ld.global.cg." CODE : __VA_ARGS__ : "l"(p) : "memory"); \
+        return v;                                                             \
+    }
+LOAD_FRESH(float4, "v4.f32 {%0, %1, %2, %3}, [%4];", "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w))
+LOAD_FRESH(float2, "v2.f32 {%0, %1}, [%2];", "=f"(v.x), "=f"(v.y))
+LOAD_FRESH(float, "f32 %0, [%1];", "=f"(v))
+LOAD_FRESH(uint4, "v4.u32 {%0, %1, %2, %3}, [%4];", "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w))
+LOAD_FRESH(u64, "u64 %0, [%1];", "=l"(v))
+LOAD_FRESH(int, "s32 %0, [%1];", "=r"(v))
+#undef LOAD_FRESH
 DEVICE u32 load_fresh(const u32* p) { return load_fresh(reinterpret_cast<const int*>(p)); }
 
 // Copies 16 bytes that another kernel of this step wrote to shared memory, past L1 and without registers;
@@ -203,48 +168,48 @@ DEVICE void expect_bytes(u64* arrivals, u32 bytes) {
                  : "memory");
 #endif
 }
-template <int BLOCKS> DEVICE void send_to_block(float* own, u64* arrivals, int rank, float v) {
 #if __CUDA_ARCH__ >= 900
-    const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    asm volatile(
-        "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
-        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %3, [counted];"
-        "\n\t}" ::"r"(to),
-        "r"(at), "r"(rank), "f"(v)
-        : "memory");
-#endif
-}
-template <int BLOCKS> DEVICE void send_to_block(float2* own, u64* arrivals, int rank, float2 v) {
-#if __CUDA_ARCH__ >= 900
-    const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    asm volatile(
-        "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"
-        "mapa.shared::cluster.u32 counted, %1, %2;\n\t"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [there], {%3, %4}, [counted];"
-        "\n\t}" ::"r"(to),
-        "r"(at), "r"(rank), "f"(v.x), "f"(v.y)
-        : "memory");
-#endif
-}
-// Waits for all expected bytes of a phase; `odd`: of the second, fourth, … phase.
-DEVICE void wait_for_bytes(u64* arrivals, bool odd = false) {
-#if __CUDA_ARCH__ >= 900
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    u32 there = 0;
-    while (!there) {
-        asm volatile(
-            "{\n\t.reg .pred p;\n\t"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-            "selp.u32 %0, 1, 0, p;\n\t}"
-            : "=r"(there)
-            : "r"(at), "r"(static_cast<u32>(odd))
-            : "memory");
+#define SEND(TYPE, BITS, VALUE, ...)                                                                \
+    template <int BLOCKS> DEVICE void send_to_block(TYPE* own, u64* arrivals, int rank, TYPE v) {   \
+        const u32 to = static_cast<u32>(__cvta_generic_to_shared(own));                             \
+        const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));                        \
+        asm volatile(                                                                               \
+            "{\n\t.reg .u32 there, counted;\n\tmapa.shared::cluster.u32 there, %0, %2;\n\t"           \
+            "mapa.shared::cluster.u32 counted, %1, %2;\n\t"                                         \
+            "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes" BITS " [there], " VALUE    \
+            ", [counted];\n\t}" ::"r"(to), "r"(at), "r"(rank), __VA_ARGS__                          \
+            : "memory");                                                                            \
     }
+#else
+#define SEND(TYPE, BITS, VALUE, ...) \
+    template <int BLOCKS> DEVICE void send_to_block(TYPE*, u64*, int, TYPE) {}
 #endif
-}
+SEND(float, ".f32", "%3", "f"(v))
+SEND(float2, ".v2.f32", "{%3, %4}", "f"(v.x), "f"(v.y))
+#undef SEND
+// Wait for all expected bytes of a phase; `odd`: of the second, fourth, … phase.
+#define WAIT(NAME, ORDER)                                                           \
+    DEVICE void NAME(u64* arrivals, bool odd = false) {                             \
+        const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));        \
+        u32 there = 0;                                                              \
+        while (!there) {                                                            \
+            asm volatile(                                                           \
+                "{\n\t.reg .pred p;\n\t"                                           \
+                "mbarrier.try_wait.parity" ORDER ".shared::cta.b64 p, [%1], %2;\n\t" \
+                "selp.u32 %0, 1, 0, p;\n\t}"                                        \
+                : "=r"(there)                                                       \
+                : "r"(at), "r"(static_cast<u32>(odd))                               \
+                : "memory");                                                        \
+        }                                                                           \
+    }
+#if __CUDA_ARCH__ >= 900
+WAIT(wait_for_bytes, ".acquire.cluster")
+WAIT(wait_for_arrivals, "")  // and for arrivals, all from this block
+#else
+DEVICE void wait_for_bytes(u64*, bool = false) {}
+DEVICE void wait_for_arrivals(u64*, bool = false) {}
+#endif
+#undef WAIT
 // Copies `bytes` bytes (a multiple of 16) that another kernel of this step wrote to this block's shared memory,
 // and counts them in `arrivals`.  The block must not exit before they have arrived.
 DEVICE void copy_bytes(void* to, const void* from, u32 bytes, u64* arrivals) {
@@ -287,78 +252,16 @@ DEVICE void load_turned(u32 (&v)[4], const void* row) {
 // signed bytes; c 16x8 of 32 bits.
 template <bool SIGNED>
 DEVICE void multiply_bytes(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    if constexpr (SIGNED) {
-        asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    } else {
-        asm volatile(
-            "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    }
-}
-
-// Products of a warpgroup, four warps (compute capability 9.0 only).  Operands are in panels of 64 columns in
-// shared memory, laid out by `panel_at` below.
-DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, 128-byte swizzle
-    const u64 at = __cvta_generic_to_shared(p);
-    return (at & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
-}
-// c += a b^T over 16 columns: a has 64 rows, 16 for each warp, b has N rows, both bfloat16, at panel + 32 i
-// bytes; c is laid out as by N / 8 calls of `multiply_tile`.  Called between `start_group` and `end_group`; c is
-// valid after `wait_group`.
-template <int N> DEVICE void multiply_group(float (&c)[N / 8][4], const void* a, const void* b);
-#define SUMS(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-template <> DEVICE void multiply_group<32>(float (&c)[4][4], const void* a, const void* b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p, 1, 1, 0, 0;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3)
-        : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));
-#endif
-}
-template <> DEVICE void multiply_group<64>(float (&c)[8][4], const void* a, const void* b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, 0;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7)
-        : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));
-#endif
-}
-#undef SUMS
-DEVICE void start_group() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-DEVICE void end_group() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-template <int GROUPS, int TILES> DEVICE void wait_group(float (&c)[TILES][4]) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(GROUPS) : "memory");
-    if constexpr (GROUPS == 0) {
-#pragma unroll
-        for (int i = 0; i < TILES; i++)  // keeps later uses of c behind the wait
-            asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
-    }
-#endif
-}
-// Makes this thread's completed copies visible to `multiply_group`, after a barrier.
-DEVICE void publish_copies() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+#define MULTIPLY(TYPE)                                                  \
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." TYPE ".s8.s32 " \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])       \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+    if constexpr (SIGNED)
+        MULTIPLY("s8");
+    else
+        MULTIPLY("u8");
+#undef MULTIPLY
 }
 
 // Converts the two float16 of a word to floats.
@@ -525,6 +428,33 @@ DEVICE int largest_of_lanes(int v) {
     return v;
 }
 DEVICE int least_of_lanes(int v) { return -largest_of_lanes(-v); }
+
+// Scores are powers of two relative to a base, which is raised to the largest score only once that is above
+// base + FAR, so that sums are rarely rescaled.
+constexpr float FAR = 8.0f;
+
+// Replaces the scores of row g (`half` 0) or g + 8 (1) of tiles, laid out as by `multiply_tile`, by their powers,
+// and adds these to the row's sum in this lane.  Returns the factor of what is relative to the base before.
+template <int TILES> DEVICE float take_powers(float (&score)[TILES][4], int half, float& base, float& sum) {
+    float most = MINUS_INFINITY;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) most = fmaxf(most, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));
+    most = fmaxf(most, exchange(most, 1));
+    most = fmaxf(most, exchange(most, 2));
+    // A row without positions so far has no base, and no sum to rescale.
+    const float old = base, now = most > old + FAR ? most : old;
+    const float zero = now == MINUS_INFINITY ? 0.0f : now;
+    const float shrinks = now == old ? 1.0f : exp2_fast(old - now);
+    base = now;
+    float total = 0.0f;
+#pragma unroll
+    for (int n = 0; n < TILES; n++) {
+#pragma unroll
+        for (int i = half * 2; i < half * 2 + 2; i++) total += score[n][i] = exp2_fast(score[n][i] - zero);
+    }
+    sum = sum * shrinks + total;
+    return shrinks;
+}
 
 // Rounds eight floats to bfloat16.
 DEVICE uint4 pack_eight(const float4& u, const float4& v) {

@@ -59,23 +59,28 @@ template <int WARPS, int WIDTH> DEVICE float norm_factor(const float* squares, f
     return rsqrtf(total * (1.0f / WIDTH) + epsilon);
 }
 
-// qkv = W_q h, W_k h and W_v h, read by norm_rope.cu; h is the normed residual.
-struct PlainQkvProduct {
-    static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
-    static constexpr int PAIRS = OUTPUTS / 2;
-    static constexpr bool NORMED = true;
-    static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false, EXCHANGES = false;
-    static constexpr int PARTS = 0;
+// What a product has unless it says otherwise.  NORMED: the inputs are the residual, normed.  WANTED: the flags
+// of rows that are finished.  KEYS: `finish` returns keys of logits.  EXCHANGES: the sums are those of all
+// ranks.  PARTS: parts of the residual that are added to the inputs.
+template <int INPUTS_, int OUTPUTS_, bool NORMED_ = true> struct Product {
+    static constexpr int INPUTS = INPUTS_, OUTPUTS = OUTPUTS_, PAIRS = ceil_div(OUTPUTS, 2);
+    static constexpr bool NORMED = NORMED_, KEYS = false, EXCHANGES = false;
+    static constexpr int WANTED = ACTIVE, PARTS = 0;
 
     const Weight* weight;
-    const float* input;
-    const float* norm;
+    const float* input;    // [rows, INPUTS]
+    const float* norm;     // of the inputs
     float epsilon;
-    float* qkv;  // [rows, OUTPUTS]
 
     DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
     DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
+};
+typedef Product<HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_SIZE> ProductOfHeads;
+
+// qkv = W_q h, W_k h and W_v h, read by norm_rope.cu; h is the normed residual.
+struct PlainQkvProduct : ProductOfHeads {
+    float* qkv;  // [rows, OUTPUTS]
+
     DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2) const {
         reinterpret_cast<float2*>(qkv + index * OUTPUTS)[pair] = make_float2(a, b);
         return 0;
@@ -84,18 +89,9 @@ struct PlainQkvProduct {
 
 // q = rope(W_q h + b); rope(W_k h + b) and W_v h + b go to the cache.  h is the normed residual; b exists
 // with QKV_BIAS only.
-struct QkvProduct {
-    static constexpr int INPUTS = HIDDEN, OUTPUTS = (HEADS + 2 * KV_HEADS) * HEAD_SIZE;
-    static constexpr int PAIRS = OUTPUTS / 2, HALF = HEAD_SIZE / 2;
-    static constexpr bool NORMED = true;
-    static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false, EXCHANGES = false;
-    static constexpr int PARTS = 0;
+struct QkvProduct : ProductOfHeads {
+    static constexpr int HALF = HEAD_SIZE / 2;
 
-    const Weight* weight;
-    const float* input;  // the residual, [rows, hidden]
-    const float* norm;
-    float epsilon;
     const float* bias;  // [OUTPUTS]
     const float* rope;  // [context, 2, head_size / 2]: cosines, sines
     bf16* cache;        // [2, sequences, kv_heads, context, head_size]
@@ -154,22 +150,13 @@ struct QkvProduct {
 };
 
 // inner = silu(W_gate h) * (W_up h); h is the normed residual.
-struct GateUpProduct {
-    static constexpr int INPUTS = HIDDEN, OUTPUTS = 2 * INNER, PAIRS = INNER;
-    static constexpr bool NORMED = true;
-    static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false, EXCHANGES = false;
+struct GateUpProduct : Product<HIDDEN, 2 * INNER> {
     static constexpr int PARTS = RESIDUAL_PARTS;
 
-    const Weight* weight;  // [gate; up]
-    const float* input;
-    const float* norm;
-    float epsilon;
     float* inner;
     float* parts = nullptr;  // parts of the residual, [PARTS + 1, HIDDEN]; the last receives the sum
 
-    DEVICE static int weight_row(int pair, int which) { return pair + which * INNER; }
-    DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
+    DEVICE static int weight_row(int pair, int which) { return pair + which * INNER; }  // [gate; up]
     DEVICE u64 finish(const Row&, int index, int pair, float a, float b, float2) const {
         inner[index * INNER + pair] = silu(a) * b;
         return 0;
@@ -177,21 +164,10 @@ struct GateUpProduct {
 };
 
 // x += W y: the output projection (y: attended) and the MLP's down projection (y: inner).
-template <int WIDTH> struct ResidualProduct {
-    static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
-    static constexpr bool NORMED = false;
-    static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false, EXCHANGES = false;
-    static constexpr int PARTS = 0;
-
-    const Weight* weight;
-    const float* input;
+template <int WIDTH> struct ResidualProduct : Product<WIDTH, HIDDEN, false> {
     const float* before;  // the residual
     float* x;             // the new residual; may be the same memory
-    const float* norm = nullptr;
-    float epsilon = 0.0f;
 
-    DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
     DEVICE float2 prepare(const Row&, int index, int pair) const {
         return load_fresh(reinterpret_cast<const float2*>(before + index * HIDDEN) + pair);
     }
@@ -254,23 +230,12 @@ struct SumsOfRanks {
 
 // Like ResidualProduct, for a rank that has a part of the inputs; adds the sums of all ranks.  `finish` sends this
 // rank's sums, and `receive`, which comes after all `finish` of a block, waits for the others'.
-template <int WIDTH> struct ResidualOfRanks {
-    static constexpr int INPUTS = WIDTH, OUTPUTS = HIDDEN, PAIRS = HIDDEN / 2;
-    static constexpr bool NORMED = false;
-    static constexpr int WANTED = ACTIVE;
-    static constexpr bool KEYS = false, EXCHANGES = true;
-    static constexpr int PARTS = 0;
+template <int WIDTH> struct ResidualOfRanks : Product<WIDTH, HIDDEN, false> {
+    static constexpr bool EXCHANGES = true;
 
-    const Weight* weight;
-    const float* input;
     float* x;
     SumsOfRanks ranks;
-    const float* norm = nullptr;
-    float epsilon = 0.0f;
 
-    DEVICE ResidualOfRanks(const Weight* weight, const float* input, float* x, u64* sums, u32 rank)
-        : weight(weight), input(input), x(x), ranks(sums, rank) {}
-    DEVICE static int weight_row(int pair, int which) { return 2 * pair + which; }
     DEVICE u32 prepare(const Row&, int, int pair) const { return ranks.epoch_of(pair); }
     DEVICE u64 finish(const Row&, int, int pair, float a, float b, u32 epoch) const {
         ranks.send(pair, epoch, make_float2(a, b), RANKS);
@@ -290,23 +255,15 @@ template <int WIDTH> struct ResidualOfRanks {
 #endif
 
 // logits = W h for the rows that sample, stored by sequence.  `finish` returns the pair's larger key.
-struct HeadProduct {
-    static constexpr int INPUTS = HIDDEN, OUTPUTS = VOCAB, PAIRS = ceil_div(VOCAB, 2);
-    static constexpr bool NORMED = true;
+struct HeadProduct : Product<HIDDEN, VOCAB> {
     static constexpr int WANTED = ACTIVE | SAMPLE;
-    static constexpr bool KEYS = true, EXCHANGES = false;
-    static constexpr int PARTS = 0;
+    static constexpr bool KEYS = true;
 
-    const Weight* weight;
-    const float* input;
-    const float* norm;
-    float epsilon;
     float* logits;  // [sequences, vocabulary]
 
     DEVICE static int weight_row(int pair, int which) {
         return smaller(2 * pair + which, VOCAB - 1);  // an odd vocabulary's last pair has one row
     }
-    DEVICE float2 prepare(const Row&, int, int) const { return make_float2(0.0f, 0.0f); }
     DEVICE u64 finish(const Row& row, int, int pair, float a, float b, float2) const {
         float* const to = logits + static_cast<long long>(row.sequence) * VOCAB + 2 * pair;
         const u64 key = logit_key(a, 2 * pair);

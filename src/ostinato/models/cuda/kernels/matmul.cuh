@@ -39,6 +39,7 @@
 
 #include "bricks.cuh"
 #include "linear.cuh"
+#include "warpgroups.cuh"
 
 constexpr int ROW_TILES = ceil_div(ROWS, 8), PADDED_ROWS = ROW_TILES * 8;
 
@@ -296,7 +297,7 @@ template <class S, class P> struct WarpgroupWeights {
 #pragma unroll
         for (int i = 0; i < PANELS_OF_SLAB * 4 / S::SPLIT; i++) {
             const int step = i * S::SPLIT + part, panel = step / 4, at = step % 4 * 32;
-            multiply_group<GROUP_ROWS>(c, weights + panel * WEIGHT_PANEL + at, of_slab + panel * INPUT_PANEL + at);
+            multiply_group(c, weights + panel * WEIGHT_PANEL + at, of_slab + panel * INPUT_PANEL + at);
         }
         end_group();
     }
@@ -542,9 +543,10 @@ DEVICE void matmul_part(const P& product, const M* matrix, int block, const int*
                 }
                 end_copies();
             }
-            wait_group<1>(c);
+            wait_products<1>();
         }
-        wait_group<0>(c);
+        wait_products<0>();
+        settle(c);
         if (S::STAGED) __syncthreads();  // before the sums overwrite the ring
     } else {
         // A lane's inputs of step `i` and of row n * 8 + g: 16 adjacent bytes, or twice 8 in the order of a brick.

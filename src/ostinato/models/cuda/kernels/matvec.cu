@@ -260,7 +260,7 @@ typedef OUTPUT_SHAPE OutputShape;
 KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
     output_residual(const int* live, const float* attended, const Weight* weight, const u8* later, float* x,
                     float* workspace, u32 row_count, u32 hidden, u32 width) {
-    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, x, x};
+    const ResidualProduct<HEADS * HEAD_SIZE> product{weight, attended, nullptr, 0.0f, x, x};
     multiply(OutputShape(), product, live, Later<OUTPUT_PREFETCH>{later});
 }
 #endif
@@ -269,7 +269,7 @@ KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
 KERNEL __launch_bounds__(OutputShape::THREADS, larger(RESIDENT_BLOCKS, OutputShape::RESIDENT))
     output_of_ranks(const int* live, const float* attended, const Weight* weight, const u8* later, float* x, u64* sums,
                     u32 row_count, u32 hidden, u32 width, u32 rank) {
-    const ResidualOfRanks<HEADS * HEAD_SIZE> product(weight, attended, x, sums, rank);
+    const ResidualOfRanks<HEADS * HEAD_SIZE> product{weight, attended, nullptr, 0.0f, x, SumsOfRanks(sums, rank)};
     multiply(OutputShape(), product, live, Later<OUTPUT_PREFETCH>{later});
 }
 #endif
@@ -293,7 +293,7 @@ KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
     down_residual(const int* live, const float* inner, const Weight* weight, const u8* later, float* x,
                   float* workspace, u32 row_count, u32 hidden, u32 width) {
     const float* const before = RESIDUAL_PARTS ? partials_of(workspace) + RESIDUAL_PARTS * HIDDEN : x;
-    const ResidualProduct<INNER> product{weight, inner, before, x};
+    const ResidualProduct<INNER> product{weight, inner, nullptr, 0.0f, before, x};
     multiply(DownShape(), product, live, Later<DOWN_PREFETCH>{later});
 }
 #endif
@@ -302,7 +302,7 @@ KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
 KERNEL __launch_bounds__(DownShape::THREADS, larger(RESIDENT_BLOCKS, DownShape::RESIDENT))
     down_of_ranks(const int* live, const float* inner, const Weight* weight, const u8* later, float* x, u64* sums,
                   u32 row_count, u32 hidden, u32 width, u32 rank) {
-    const ResidualOfRanks<INNER> product(weight, inner, x, sums, rank);
+    const ResidualOfRanks<INNER> product{weight, inner, nullptr, 0.0f, x, SumsOfRanks(sums, rank)};
     multiply(DownShape(), product, live, Later<DOWN_PREFETCH>{later});
 }
 #endif

@@ -19,7 +19,6 @@ constexpr int THREADS = PIECE_ROWS / WARP_ROWS * PIECE_QUERIES * 32;
 constexpr int TILE = PIECE_POSITIONS;                   // positions of a tile in shared memory
 constexpr int CHUNKS = ceil_div(HEAD_SIZE, 32);         // chunks of 32 dimensions; missing ones are zero
 constexpr int LINE = round_up(HEAD_SIZE, 64) / 8;       // units of 16 bytes of a position in shared memory
-constexpr float FAR = 8.0f;                             // the base is raised if a score is above base + FAR
 static_assert(GROUP % PIECE_QUERIES == 0 && PIECE_ROWS % WARP_ROWS == 0 && TILE % 16 == 0, "shape");
 static_assert(HEAD_SIZE % 8 == 0 && HEAD_SIZE <= 128, "head size");
 
@@ -174,26 +173,9 @@ KERNEL __launch_bounds__(THREADS)
         for (int m = 0; m < TILES; m++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float most = MINUS_INFINITY;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
-                    most = fmaxf(most, fmaxf(score[m][n][half * 2], score[m][n][half * 2 + 1]));
-                most = fmaxf(most, exchange(most, 1));
-                most = fmaxf(most, exchange(most, 2));
-                // A row without positions so far has no base, and no sum to rescale.
-                const float old = base[m][half], now = most > old + FAR ? most : old;
-                const float zero = now == MINUS_INFINITY ? 0.0f : now;
-                shrinks[m][half] = now == old ? 1.0f : exp2_fast(old - now);
-                rescaled |= now != old;
-                base[m][half] = now;
-                float total = 0.0f;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++) {
-#pragma unroll
-                    for (int i = half * 2; i < half * 2 + 2; i++)
-                        total += score[m][n][i] = exp2_fast(score[m][n][i] - zero);
-                }
-                sum[m][half] = sum[m][half] * shrinks[m][half] + total;
+                const float old = base[m][half];
+                shrinks[m][half] = take_powers(score[m], half, base[m][half], sum[m][half]);
+                rescaled |= base[m][half] != old;
             }
         }
         if (__ballot_sync(0xffffffffu, rescaled)) {

@@ -61,7 +61,7 @@ KERNEL __launch_bounds__(OutputShape::THREADS, larger(RESIDENT_BLOCKS, OutputSha
                             u32 hidden, u32 width, u32 rank) {
     __shared__ StepRows rows;
     const OfRounded<CarriedOfRanks<HEADS * HEAD_SIZE, 0>, true> product{
-        {{{weight, nullptr, x, x}, norm, next, squares}, SumsOfRanks(sums, rank)}, rounded};
+        {{{weight, nullptr, nullptr, 0.0f, x, x}, norm, next, squares}, SumsOfRanks(sums, rank)}, rounded};
     product.ask_for_norm();
     matmul(OutputShape(), product, live, workspace, rows, Later<OUTPUT_PREFETCH>{later});
 }
@@ -71,7 +71,7 @@ KERNEL __launch_bounds__(OutputShape::THREADS, OutputShape::RESIDENT)
                    bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ StepRows rows;
     const OfRounded<CarriedResidual<HEADS * HEAD_SIZE, 0>, true> product{
-        {{weight, nullptr, x, x}, norm, next, squares}, rounded};
+        {{weight, nullptr, nullptr, 0.0f, x, x}, norm, next, squares}, rounded};
     product.ask_for_norm();
     matmul(OutputShape(), product, live, workspace, rows, Later<OUTPUT_PREFETCH>{later});
 }
@@ -102,7 +102,7 @@ KERNEL __launch_bounds__(DownShape::THREADS, larger(RESIDENT_BLOCKS, DownShape::
                           u32 hidden, u32 width, u32 rank) {
     __shared__ StepRows rows;
     const OfRounded<CarriedOfRanks<INNER, 1>, true> product{
-        {{{weight, nullptr, x, x}, norm, next, squares}, SumsOfRanks(sums, rank)}, rounded};
+        {{{weight, nullptr, nullptr, 0.0f, x, x}, norm, next, squares}, SumsOfRanks(sums, rank)}, rounded};
     product.ask_for_norm();
     matmul(DownShape(), product, live, workspace, rows, Later<DOWN_PREFETCH>{later});
 }
@@ -111,7 +111,7 @@ KERNEL __launch_bounds__(DownShape::THREADS, DownShape::RESIDENT)
     rounded_down(const int* live, const bf16* rounded, const Weight* weight, const u8* later, float* x, const float* norm,
                  bf16* next, u64* squares, float* workspace, u32 row_count, u32 hidden, u32 width) {
     __shared__ StepRows rows;
-    const OfRounded<CarriedResidual<INNER, 1>, true> product{{{weight, nullptr, x, x}, norm, next, squares},
+    const OfRounded<CarriedResidual<INNER, 1>, true> product{{{weight, nullptr, nullptr, 0.0f, x, x}, norm, next, squares},
                                                           rounded};
     product.ask_for_norm();
     matmul(DownShape(), product, live, workspace, rows, Later<DOWN_PREFETCH>{later});

@@ -27,7 +27,6 @@ template <int QUERIES, int STEPS, int WARPS> struct TileMix {
     static constexpr int STRIDE = WARPS * POSITIONS;       // of the block: from a warp's tile to its next
     static constexpr int PARTS = ceil_div(HEAD_SIZE, 32);  // parts of a key; missing dimensions are zero
     static constexpr int SETS = ceil_div(HEAD_SIZE, 64);   // parts of a value
-    static constexpr float FAR = 8.0f;                     // a score above base + FAR raises the base
     static_assert(QUERIES <= 8 && HEAD_SIZE % 8 == 0, "two rows a query");
 
     const bf16 *keys, *values;  // the head's, at the lane's dimensions

@@ -25,7 +25,6 @@ constexpr int THREADS = 128 * WARPGROUPS + 128;
 constexpr int RESIDENT = WARPGROUPS > 1 ? 1 : 2;  // blocks on a multiprocessor
 constexpr int AT_FIRST = 65536 / (THREADS * RESIDENT) / 8 * 8, OF_COPIES = 32;
 constexpr int REGISTERS = (AT_FIRST * THREADS - OF_COPIES * 128) / (128 * WARPGROUPS) / 8 * 8;
-constexpr float FAR = 8.0f;  // the base is raised if a score is above base + FAR
 static_assert(HEAD_SIZE % 64 == 0 && TILE % 16 == 0, "shape");
 
 // An item: SPAN rows of the step and a KV head.
@@ -210,26 +209,9 @@ KERNEL __launch_bounds__(THREADS, RESIDENT)
             rescaled = false;
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                float most = MINUS_INFINITY;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++)
-                    most = fmaxf(most, fmaxf(score[n][half * 2], score[n][half * 2 + 1]));
-                most = fmaxf(most, exchange(most, 1));
-                most = fmaxf(most, exchange(most, 2));
-                // A row without positions so far has no base, and no sum to rescale.
-                const float old = base[half], now = most > old + FAR ? most : old;
-                const float zero = now == MINUS_INFINITY ? 0.0f : now;
-                shrinks[half] = now == old ? 1.0f : exp2_fast(old - now);
-                rescaled |= now != old;
-                base[half] = now;
-                float total = 0.0f;
-#pragma unroll
-                for (int n = 0; n < TILE / 8; n++) {
-#pragma unroll
-                    for (int i = half * 2; i < half * 2 + 2; i++)
-                        total += score[n][i] = exp2_fast(score[n][i] - zero);
-                }
-                sum[half] = sum[half] * shrinks[half] + total;
+                const float old = base[half];
+                shrinks[half] = take_powers(score, half, base[half], sum[half]);
+                rescaled |= base[half] != old;
             }
         };
         auto round_shares = [&]() {

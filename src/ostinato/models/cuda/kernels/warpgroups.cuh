@@ -16,55 +16,83 @@ DEVICE Panels panels_at(const void* p, u32 next = 16) {
 }
 DEVICE Panels further(Panels panels, u32 bytes) { return panels + (bytes >> 4); }
 
+DEVICE u64 panel_descriptor(const void* p) {  // rows of 128 bytes, in groups of 8, 128-byte swizzle
+    const u64 at = __cvta_generic_to_shared(p);
+    return (at & 0x3ffff) >> 4 | 1ull << 16 | 1024ull >> 4 << 32 | 1ull << 62;
+}
+
 #define HIGH_WORD "0x40000040"  // 1,024 bytes from 8 rows to the next 8, 128-byte swizzle
 #define SUMS(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
-// c += a b^T over 16 columns, or c = a b^T if not ADD, as `multiply_group` does.
-template <bool ADD> DEVICE void multiply_rows(float (&c)[8][4], Panels a, Panels b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t.reg .b64 a, b;\n\tsetp.ne.b32 p, %34, 0;\n\t"
-        "mov.b64 a, {%32, " HIGH_WORD "};\n\tmov.b64 b, {%33, " HIGH_WORD "};\n\t"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, a, b, p, 1, 1, 0, 0;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7)
-        : "r"(a), "r"(b), "n"(static_cast<int>(ADD)));
-#endif
-}
-template <bool ADD> DEVICE void multiply_rows(float (&c)[16][4], Panels a, Panels b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .pred p;\n\t.reg .b64 a, b;\n\tsetp.ne.b32 p, %66, 0;\n\t"
-        "mov.b64 a, {%64, " HIGH_WORD "};\n\tmov.b64 b, {%65, " HIGH_WORD "};\n\t"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, a, b, p, 1, 1, 0, 0;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7), SUMS(8), SUMS(9), SUMS(10), SUMS(11), SUMS(12), SUMS(13), SUMS(14), SUMS(15)
-        : "r"(a), "r"(b), "n"(static_cast<int>(ADD)));
-#endif
-}
+#define SUMS_OF_4 SUMS(0), SUMS(1), SUMS(2), SUMS(3)
+#define SUMS_OF_8 SUMS_OF_4, SUMS(4), SUMS(5), SUMS(6), SUMS(7)
+#define SUMS_OF_16 SUMS_OF_8, SUMS(8), SUMS(9), SUMS(10), SUMS(11), SUMS(12), SUMS(13), SUMS(14), SUMS(15)
+#define PLACES_OF_4 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define PLACES_OF_8 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PLACES_OF_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+// c += a b^T over 16 columns, or c = a b^T if not ADD: a has 64 rows, 16 for each warp, b has COLUMNS, both
+// bfloat16 in panels; c is laid out as by COLUMNS / 8 calls of `multiply_tile`.  Called between `start_group` and
+// `end_group`; c is valid after `wait_products` and `settle`.
+#define MULTIPLY_ROWS(COLUMNS, TILES, A, B, ADDS)                                                         \
+    template <bool ADD> DEVICE void multiply_rows(float (&c)[TILES][4], Panels a, Panels b) {             \
+        asm volatile("{\n\t.reg .pred p;\n\t.reg .b64 a, b;\n\tsetp.ne.b32 p, %" ADDS ", 0;\n\t"          \
+                     "mov.b64 a, {%" A ", " HIGH_WORD "};\n\tmov.b64 b, {%" B ", " HIGH_WORD "};\n\t"     \
+                     "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.bf16.bf16 {" PLACES_OF_##TILES \
+                     "}, a, b, p, 1, 1, 0, 0;\n\t}"                                                       \
+                     : SUMS_OF_##TILES                                                                    \
+                     : "r"(a), "r"(b), "n"(static_cast<int>(ADD)));                                       \
+    }
+// The same from addresses, c += a b^T, for panels anywhere in a ring.
+#define MULTIPLY_GROUP(COLUMNS, TILES, A, B)                                                              \
+    DEVICE void multiply_group(float (&c)[TILES][4], const void* a, const void* b) {                      \
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, 1, 0;\n\t"                                    \
+                     "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.bf16.bf16 {" PLACES_OF_##TILES \
+                     "}, %" A ", %" B ", p, 1, 1, 0, 0;\n\t}"                                            \
+                     : SUMS_OF_##TILES                                                                    \
+                     : "l"(panel_descriptor(a)), "l"(panel_descriptor(b)));                               \
+    }
 // c += a b over 16 rows of b: a is in registers as for `multiply_tile`, 16 rows for each warp; b is read turned.
-DEVICE void multiply_shares(float (&c)[8][4], const u32 (&a)[4], Panels b) {
+#define MULTIPLY_SHARES(COLUMNS, TILES, A, B)                                                             \
+    DEVICE void multiply_shares(float (&c)[TILES][4], const u32 (&a)[4], Panels b) {                      \
+        asm volatile("{\n\t.reg .b64 b;\n\tmov.b64 b, {%" B ", " HIGH_WORD "};\n\t"                        \
+                     "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32.bf16.bf16 {" PLACES_OF_##TILES \
+                     "}, {" A "}, b, 1, 1, 1, 1;\n\t}"                                                    \
+                     : SUMS_OF_##TILES                                                                    \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));                               \
+    }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .b64 b;\n\tmov.b64 b, {%36, " HIGH_WORD "};\n\t"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
+MULTIPLY_ROWS("64", 8, "32", "33", "34")
+MULTIPLY_ROWS("128", 16, "64", "65", "66")
+MULTIPLY_SHARES("64", 8, "%32, %33, %34, %35", "36")
+MULTIPLY_SHARES("128", 16, "%64, %65, %66, %67", "68")
+MULTIPLY_GROUP("32", 4, "16", "17")
+MULTIPLY_GROUP("64", 8, "32", "33")
+#else
+template <int TILES> DEVICE void multiply_group(float (&)[TILES][4], const void*, const void*) {}
+template <bool ADD, int TILES> DEVICE void multiply_rows(float (&)[TILES][4], Panels, Panels) {}
+template <int TILES> DEVICE void multiply_shares(float (&)[TILES][4], const u32 (&)[4], Panels) {}
 #endif
-}
-DEVICE void multiply_shares(float (&c)[16][4], const u32 (&a)[4], Panels b) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{\n\t.reg .b64 b;\n\tmov.b64 b, {%68, " HIGH_WORD "};\n\t"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, b, 1, 1, 1, 1;\n\t}"
-        : SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5), SUMS(6), SUMS(7), SUMS(8), SUMS(9), SUMS(10), SUMS(11), SUMS(12), SUMS(13), SUMS(14), SUMS(15)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
-#endif
-}
 #undef HIGH_WORD
 #undef SUMS
+#undef SUMS_OF_4
+#undef SUMS_OF_8
+#undef SUMS_OF_16
+#undef PLACES_OF_4
+#undef PLACES_OF_8
+#undef PLACES_OF_16
+#undef MULTIPLY_ROWS
+#undef MULTIPLY_GROUP
+#undef MULTIPLY_SHARES
 
+DEVICE void start_group() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
+DEVICE void end_group() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
 // Waits until at most PENDING groups of products are pending.
 template <int PENDING> DEVICE void wait_products() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -76,6 +104,12 @@ template <int TILES> DEVICE void settle(float (&c)[TILES][4]) {
 #pragma unroll
     for (int i = 0; i < TILES; i++)
         asm volatile("" : "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])::"memory");
+}
+// Makes this thread's completed copies visible to products, after a barrier.
+DEVICE void publish_copies() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 
 // -------------------------------------------------------------------------------- parts of a block
@@ -103,22 +137,6 @@ DEVICE void arrive(u64* arrivals) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(
                      static_cast<u32>(__cvta_generic_to_shared(arrivals)))
                  : "memory");
-#endif
-}
-// Waits for all arrivals and bytes of a phase, all from this block; `odd`: of the second, fourth, … phase.
-DEVICE void wait_for_arrivals(u64* arrivals, bool odd) {
-#if __CUDA_ARCH__ >= 900
-    const u32 at = static_cast<u32>(__cvta_generic_to_shared(arrivals));
-    u32 there = 0;
-    while (!there) {
-        asm volatile(
-            "{\n\t.reg .pred p;\n\t"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-            "selp.u32 %0, 1, 0, p;\n\t}"
-            : "=r"(there)
-            : "r"(at), "r"(static_cast<u32>(odd))
-            : "memory");
-    }
 #endif
 }
 
