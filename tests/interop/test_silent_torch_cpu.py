@@ -116,15 +116,23 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return segments
 
 
+_ARGUMENTS = "out: *out f32, x: *const f32, n: u32, by: f32, plus: f32"
+_LIST = "_ZN2at6native25multi_tensor_apply_kernel"
+"""A kernel of torch's own that takes a list, with room for more tensors than there are."""
+_SOURCE = ost.Source(
+    host=[ost.host_kernel(_ARGUMENTS, name=name)(lambda *given: None) for name in ("line", _LIST)]
+)
+
+
 def segment(pool: tuple[int, int], address: int, size: int, stream: int = 0) -> dict[str, Any]:
     block = {"size": 2 * size, "requested_size": size, "state": "active_allocated"}
     named = {"segment_pool_id": pool, "address": address, "total_size": 2 * size}
     return {**named, "stream": stream, "device": 0, "blocks": [block]}
 
 
-def reading(device: Device, buffer: ost.Buffer) -> ost.Graph:
+def reading(device: Device, buffer: ost.Buffer, name: str = "line") -> ost.Graph:
     """A graph of a kernel that reads a buffer."""
-    line = device.modules.get_or_compile(SOURCE, "line")
+    line = device.modules.get_or_compile(_SOURCE, name)
     graph = ost.Graph.create(device)
     graph.add_operation(ost.prepare(line, ONE, device.zeros(4, "f4"), buffer, 4, 1.0, 0.0))
     return graph
@@ -160,7 +168,8 @@ def test_functions_without_products_share_a_stream(
 
 
 @pytest.mark.parametrize(
-    "where", ["common memory", "a pool", "the side stream", "a tensor", "less"]
+    "where",
+    ["common memory", "a pool", "the side stream", "a tensor", "less", "what a stack has held"],
 )
 def test_workspaces_of_other_streams_are_refused(
     host_device: Device,
@@ -179,11 +188,12 @@ def test_workspaces_of_other_streams_are_refused(
     )
     side = found.beside()[1].handle
     monkeypatch.setattr(workspaces, "_pools", {(0, side): (0, 5)})
-    pool = (0, 0) if where in ("common memory", "a tensor", "less") else (0, 9)
+    pool = (0, 9) if where in ("a pool", "the side stream") else (0, 0)
     stream = side if where == "the side stream" else 1234
     memory.append(segment((0, 5), own.address, 1024, side))
     memory.append(segment(pool, other.address, 512 if where == "less" else 1024, stream))
-    reason = finished(found, reading(host_device, other))
+    kernel = _LIST if where == "what a stack has held" else "line"
+    reason = finished(found, reading(host_device, other, kernel))
     assert bool(reason) is (where in ("common memory", "a pool")), reason
     assert not reason or "workspace of cuBLAS" in reason
 
