@@ -169,7 +169,15 @@ def test_functions_without_products_share_a_stream(
 
 @pytest.mark.parametrize(
     "where",
-    ["common memory", "a pool", "the side stream", "a tensor", "less", "what a stack has held"],
+    [
+        "common memory",
+        "a pool",
+        "the side stream",
+        "the default stream",
+        "a tensor",
+        "less",
+        "what a stack has held",
+    ],
 )
 def test_workspaces_of_other_streams_are_refused(
     host_device: Device,
@@ -189,13 +197,13 @@ def test_workspaces_of_other_streams_are_refused(
     side = found.beside()[1].handle
     monkeypatch.setattr(workspaces, "_pools", {(0, side): (0, 5)})
     pool = (0, 9) if where in ("a pool", "the side stream") else (0, 0)
-    stream = side if where == "the side stream" else 1234
+    stream = {"the side stream": side, "the default stream": 0}.get(where, 1234)
     memory.append(segment((0, 5), own.address, 1024, side))
     memory.append(segment(pool, other.address, 512 if where == "less" else 1024, stream))
     kernel = _LIST if where == "what a stack has held" else "line"
     reason = finished(found, reading(host_device, other, kernel))
     assert bool(reason) is (where in ("common memory", "a pool")), reason
-    assert not reason or "workspace of cuBLAS" in reason
+    assert not reason or "workspace of cuBLAS that torch may free (line points at" in reason
 
 
 def test_backwards_are_noted_in_threads_that_overlap() -> None:

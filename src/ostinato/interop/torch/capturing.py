@@ -310,8 +310,8 @@ class Captures:
             line = f" at {events.forked}" if events.forked else ""
             return (
                 f"it multiplies on a stream or in a thread of its own{line}, with a workspace of "
-                "cuBLAS that torch may free, and replays would write memory of others then; "
-                "multiply on the stream that is current in the call"
+                f"cuBLAS that torch may free ({uses.others}), and replays would write memory of "
+                "others then; multiply on the stream that is current in the call"
             )
         self._multiplies |= uses.own
         self._give_back()
