@@ -34,7 +34,7 @@ from ostinato.interop.reading.library import (
 from ostinato.interop.torch import workspaces
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.interop.torch.plans import FULL, ended, transforms, watch
-from ostinato.interop.torch.workspaces import begin_pool, unseen_by_modes
+from ostinato.interop.torch.workspaces import unseen_by_modes
 from ostinato.lowlevel import causes, every_node
 from ostinato.settings import blocking_captures
 
@@ -132,9 +132,9 @@ class Captures:
         """True if a graph uses a workspace of cuBLAS."""
         self.differentiates = False
         """True if autograd has worked, or will, on the side stream."""
-        self.by_torch = bool(generators) or begin_pool is None
-        """True if torch captures, because ostinato cannot capture the function (`_capture_here`),
-        or because this torch lets no other code use its pools."""
+        self.by_torch = bool(generators)
+        """True if torch captures, because ostinato cannot capture the function
+        (`_capture_here`)."""
 
     def beside(self) -> tuple[Any, Stream]:
         """Returns the stream of warm-ups and captures, as torch's object and as ostinato's.
@@ -343,12 +343,9 @@ class Captures:
     def open_pool(self) -> None:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-            if begin_pool is None:
-                self._keeper = self._trivial(self.pool)
-            else:
-                self._keeper = Kept()
-                with self.allocating(self._keeper):
-                    pass
+            self._keeper = Kept()
+            with self.allocating(self._keeper):
+                pass
 
     def trim(self, *, short: bool) -> None:
         """Implements `Library.trim`.
@@ -370,7 +367,7 @@ class Captures:
     @contextmanager
     def allocating(self, owner: object) -> Iterator[None]:
         """Makes this thread's tensors come out of the pool, which lives as long as the owner."""
-        begin_pool(self.index, self.pool)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.index, self.pool)
         release = weakref.finalize(owner, torch._C._cuda_releasePool, self.index, self.pool)
         release.atexit = False
         try:

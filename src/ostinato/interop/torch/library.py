@@ -97,10 +97,12 @@ _deterministic = _getters(
 """Further settings that are read if algorithms must be deterministic."""
 # The getters that products use; they raise if old and new settings contradict each other.
 _legacy = torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
-_getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-_each: tuple[Callable[[], Any], ...] = ()
-if _getter is not None:
-    _each = tuple([partial(_getter, "cuda", name) for name in ("matmul", "conv", "rnn")])
+_each = tuple(
+    [
+        partial(torch._C._get_fp32_precision_getter, "cuda", name)
+        for name in ("matmul", "conv", "rnn")
+    ]
+)
 _tracing: Callable[[], bool] = torch._C._is_tracing
 _level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 _hooked = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
@@ -155,7 +157,7 @@ def _precision() -> tuple[Callable[[], Any], ...]:
         for function in _legacy:
             function()
     except RuntimeError:
-        return _each or _legacy
+        return _each
     return _legacy
 
 

@@ -24,9 +24,6 @@ from ostinato.interop.reading.library import living_objects
 from ostinato.interop.reading.slots import points_at, words_of_nodes
 from ostinato.lowlevel import every_node
 
-begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-"""Lets this thread allocate from a pool; None in a torch that lets no other code use its pools."""
-
 _pools: dict[tuple[int, int], Any] = {}
 """For each device and stream of captures a pool for its workspaces.  Pools stay for ever: the
 driver may give the handle of a closed stream to a new one."""
@@ -45,14 +42,12 @@ def make(index: int, side: Any, *, engine: bool) -> None:
     """Makes the workspaces of a stream of captures (torch's object), where there are none.
 
     `engine`: also those of autograd's thread."""
-    if begin_pool is None:
-        return
     pool = _pools.setdefault((index, side.cuda_stream), torch.cuda.graph_pool_handle())
 
     def multiply() -> None:
         square = torch.zeros(16, 16, device=f"cuda:{index}")
         into = torch.empty_like(square)
-        begin_pool(index, pool)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
         try:
             torch.mm(square, square, out=into)
             torch.addmm(square[0], square, square, out=into)  # by cuBLASLt
