@@ -929,39 +929,3 @@ def test_streams_of_captures_serve_later_functions(
     fourth = Captures(host_device, 0, ())
     assert stream_of(fourth) == first
     assert len({*map(stream_of, (other, third, fourth))}) == 3
-
-
-def test_graphs_with_transforms_end_with_their_plans(
-    host_device: Device, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ostinato.interop.torch import plans
-    from tests.interop.tape import OnCpu
-
-    cache = torch.backends.cuda.cuFFTPlanCache
-    room = [1, 8]
-    monkeypatch.setattr(torch, "_cufft_get_plan_cache_size", lambda index: room[0])
-    monkeypatch.setattr(torch, "_cufft_get_plan_cache_max_size", lambda index: room[1])
-    monkeypatch.setattr(plans, "_watched", False)
-    monkeypatch.setattr(cache, "clear", lambda self: None)
-    monkeypatch.setattr(vars(cache)["max_size"], "setter", lambda index, size: None)
-    # As after a capture that has a transform.
-    monkeypatch.setattr(OnCpu._captures, "plans", plans.watch())
-    monkeypatch.setattr(OnCpu._captures, "index", 0, raising=False)
-    step, x = make(lambda x: x * 2), torch.ones(3)
-
-    def calls(eager: int, replays: int) -> None:
-        before = step.statistics()
-        check(step, lambda x: x * 2, *[x] * 4)
-        after = step.statistics()
-        assert (after.eager - before.eager, after.replays - before.replays) == (eager, replays)
-
-    calls(1, 3)
-    calls(0, 4)
-    cache(0).clear()
-    calls(1, 3)
-    cache(0).max_size = 2
-    calls(1, 3)
-    room[1] = 1  # full: each further plan ends another
-    calls(4, 0)
-    room[1] = 8
-    calls(0, 4)

@@ -116,23 +116,15 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return segments
 
 
-_ARGUMENTS = "out: *out f32, x: *const f32, n: u32, by: f32, plus: f32"
-_LIST = "_ZN2at6native25multi_tensor_apply_kernel"
-"""A kernel of torch's own that takes a list, with room for more tensors than there are."""
-_SOURCE = ost.Source(
-    host=[ost.host_kernel(_ARGUMENTS, name=name)(lambda *given: None) for name in ("line", _LIST)]
-)
-
-
 def segment(pool: tuple[int, int], address: int, size: int, stream: int = 0) -> dict[str, Any]:
     block = {"size": 2 * size, "requested_size": size, "state": "active_allocated"}
     named = {"segment_pool_id": pool, "address": address, "total_size": 2 * size}
     return {**named, "stream": stream, "device": 0, "blocks": [block]}
 
 
-def reading(device: Device, buffer: ost.Buffer, name: str = "line") -> ost.Graph:
+def reading(device: Device, buffer: ost.Buffer) -> ost.Graph:
     """A graph of a kernel that reads a buffer."""
-    line = device.modules.get_or_compile(_SOURCE, name)
+    line = device.modules.get_or_compile(SOURCE, "line")
     graph = ost.Graph.create(device)
     graph.add_operation(ost.prepare(line, ONE, device.zeros(4, "f4"), buffer, 4, 1.0, 0.0))
     return graph
@@ -169,15 +161,7 @@ def test_functions_without_products_share_a_stream(
 
 @pytest.mark.parametrize(
     "where",
-    [
-        "common memory",
-        "a pool",
-        "the side stream",
-        "the default stream",
-        "a tensor",
-        "less",
-        "what a stack has held",
-    ],
+    ["common memory", "a pool", "the side stream", "the default stream", "a tensor", "less"],
 )
 def test_workspaces_of_other_streams_are_refused(
     host_device: Device,
@@ -200,8 +184,7 @@ def test_workspaces_of_other_streams_are_refused(
     stream = {"the side stream": side, "the default stream": 0}.get(where, 1234)
     memory.append(segment((0, 5), own.address, 1024, side))
     memory.append(segment(pool, other.address, 512 if where == "less" else 1024, stream))
-    kernel = _LIST if where == "what a stack has held" else "line"
-    reason = finished(found, reading(host_device, other, kernel))
+    reason = finished(found, reading(host_device, other))
     assert bool(reason) is (where in ("common memory", "a pool")), reason
     assert not reason or "workspace of cuBLAS that torch may free (line points at" in reason
 
@@ -249,9 +232,42 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(torch, "_cufft_get_plan_cache_max_size", lambda index: room[1])
     monkeypatch.setattr(watched, "_watched", False)
     monkeypatch.setattr(cache, "clear", lambda self: None)
+    monkeypatch.setattr(vars(cache)["max_size"], "setter", lambda index, size: None)
     for module in (capturing, gradients):
         monkeypatch.setattr(module, "transforms", lambda nodes: True)
     yield room
+
+
+@torch.no_grad()
+def test_graphs_with_transforms_end_with_their_plans(
+    host_device: Device, plans: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.interop.torch.plans import watch
+    from tests.interop.tape import OnCpu, on_cpu
+
+    # As after a capture that has a transform.
+    monkeypatch.setattr(OnCpu._captures, "plans", watch())
+    monkeypatch.setattr(OnCpu._captures, "index", 0, raising=False)
+    step, x = on_cpu(OnCpu(host_device), lambda x: x * 2), torch.ones(3)
+    cache = torch.backends.cuda.cuFFTPlanCache(0)
+
+    def calls(eager: int, replays: int) -> None:
+        before = step.statistics()
+        assert all(torch.equal(step(x), x * 2) for _ in range(4))
+        after = step.statistics()
+        assert (after.eager - before.eager, after.replays - before.replays) == (eager, replays)
+
+    with step:
+        calls(1, 3)
+        calls(0, 4)
+        cache.clear()
+        calls(1, 3)
+        cache.max_size = 2
+        calls(1, 3)
+        plans[1] = 1  # full: each further plan ends another
+        calls(4, 0)
+        plans[1] = 8
+        calls(0, 4)
 
 
 def test_plans_that_end_between_a_replay_and_its_backward(

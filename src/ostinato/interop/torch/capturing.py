@@ -216,7 +216,7 @@ class Captures:
                 noted_backward(self.begin_backward),
             ):
                 result = work()
-                if torch.is_grad_enabled() and any(map(_learns, _leaves(result))):
+                if torch.is_grad_enabled() and learns(result):
                     self.begin_backward()  # the caller's, to come
         finally:
             current.wait_stream(side)
@@ -629,8 +629,9 @@ def hand_over(result: Any, stream: Any) -> None:
             leaf.record_stream(stream)
 
 
-def _learns(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+def learns(result: Any) -> bool:
+    """True if a tensor of a result has gradients."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(result))
 
 
 def _kind(error: BaseException) -> type[NotGraphable]:
@@ -805,10 +806,7 @@ def copies_elsewhere(nodes: Sequence[Node]) -> bool:
     found = [address for copy in copies for address in (copy.src, copy.dst)]
     if not found:
         return False
-    try:
-        segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # another allocator than torch's own
-        return True
+    segments = torch.cuda.memory_snapshot()
     ranges = [MemoryRange(s["address"], s["total_size"]) for s in segments]
     return not all(any(r.holds(address) for r in ranges) for address in found)
 

@@ -22,7 +22,6 @@ from ostinato import MemoryRange, Node
 from ostinato.interop.captures import kernels_of
 from ostinato.interop.reading.library import living_objects
 from ostinato.interop.reading.slots import points_at, words_of_nodes
-from ostinato.lowlevel import every_node
 
 _pools: dict[tuple[int, int], Any] = {}
 """For each device and stream of captures a pool for its workspaces.  Pools stay for ever: the
@@ -30,12 +29,6 @@ driver may give the handle of a closed stream to a new one."""
 
 _PRODUCTS = re.compile(r"gem|cutlass|nvjet|xmma|blas|split_?k|dot|trsm|trmm|syrk", re.IGNORECASE)
 """Names of kernels of cuBLAS (CUDA 12 and 13)."""
-
-_LISTS = re.compile(r"at6native|at::native|multi_tensor")
-"""Names of torch's own kernels, and of those that others have made of them.  None uses a workspace,
-but what they take as a list has room for hundreds of tensors, of which torch sets only those that
-are there (`MultiTensorApply.cuh`): the rest is what its stack has held, such as the address of a
-workspace of the thread's last product."""
 
 
 def make(index: int, side: Any, *, engine: bool) -> None:
@@ -78,7 +71,6 @@ def used(index: int, nodes: Sequence[Node]) -> Uses:
     stream can be used, since no capture has work there; but what is left in a kernel's arguments
     from earlier calls may point at them.  If there is none of our own, the device had no memory
     for it, and the graphs use another one."""
-    nodes = [n for n in every_node(nodes) if not (n.children or _LISTS.search(n.name))]
     words = words_of_nodes(nodes)
     pools = {pool for (device, _), pool in _pools.items() if device == index}
     streams = {stream for device, stream in _pools if device == index}
