@@ -105,17 +105,36 @@ def test_graphs_whose_handles_are_in_use_are_left_alone(device: Device) -> None:
     refused(allocating, fill, "alloc or free")
 
 
-def test_a_graph_with_both_nodes_is_lost(host_device: Device) -> None:
+@pytest.mark.parametrize(
+    ("call", "at", "times", "lost"),
+    [
+        ("graph_add_node", 2, 1, False),
+        ("graph_add_edges", 1, 1, False),
+        ("graph_remove_node", 1, 1, False),
+        ("graph_remove_node", 1, 2, True),  # of an old one, and of a new one
+        ("graph_remove_node", 2, 1, True),
+    ],
+)
+def test_all_nodes_are_replaced_or_none(
+    host_device: Device, call: str, at: int, times: int, lost: bool
+) -> None:
+    """A graph with an old node beside its new one is lost."""
     faults = FaultyDriver(host_device.driver)
     device = preload(Device(faults))
     x = device.zeros(N, "f4")
     graph = ost.Graph.create(device)
-    fill = graph.add_fill(x, 0)
-    faults.fail("graph_remove_node", times=2)  # of the old one, and of the new one
-    with pytest.raises(GraphError, match="replacing"):
-        graph.replace(fill, operation(device, "fill", x, 1.0))
-    with pytest.raises(GraphError, match="make the graph again"):
-        graph.instantiate()
+    first = graph.add_fill(x, 0)
+    second = graph.add_fill(x, 0, after=[first])
+    one, nodes, edges = operation(device, "fill", x, 1.0), graph.nodes(), graph.edges()
+    faults.fail(call, at=at, times=times)
+    with pytest.raises(GraphError, match="failed"):
+        graph.replace_all([(first, one), (second, one)])
+    if lost:
+        with pytest.raises(GraphError, match="make the graph again"):
+            graph.instantiate()
+    else:
+        assert (graph.nodes(), graph.edges()) == (nodes, edges)
+        graph.instantiate().close()
 
 
 def test_a_replacement_that_is_interrupted_is_made_or_not(host_device: Device) -> None:
@@ -144,8 +163,9 @@ def test_a_replacement_that_is_interrupted_is_made_or_not(host_device: Device) -
         assert (x.to_numpy(stream) == 2 * made).all(), where
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_graphs_keep_their_order(device: Device, seed: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 4, 10])
+@pytest.mark.parametrize("seed", range(2))
+def test_random_graphs_keep_their_order(device: Device, seed: int, at_once: int) -> None:
     """Fills of one array, some of which become kernels: what waits for what is the same."""
     rng = np.random.default_rng(seed)
     x, count = device.zeros(N, "f4"), 12
@@ -155,7 +175,11 @@ def test_random_graphs_keep_their_order(device: Device, seed: int) -> None:
         nodes.append(graph.add_fill(x, i, after=after))
     place = {node.handle: i for i, node in enumerate(nodes)}
     before = sorted((place[e.source], place[e.target]) for e in graph.edges())
-    for i in rng.permutation(count)[: count - 2].tolist():
-        place[graph.replace(nodes[i], operation(device, "fill", x, float(i))).handle] = i
+    replaced = rng.permutation(count)[: count - 2].tolist()
+    for which in [replaced[at : at + at_once] for at in range(0, len(replaced), at_once)]:
+        pairs = [(nodes[i], operation(device, "fill", x, float(i))) for i in which]
+        for i, node in zip(which, graph.replace_all(pairs), strict=True):
+            assert node == graph.nodes()[node.index]
+            place[node.handle] = i
     assert sorted((place[e.source], place[e.target]) for e in graph.edges()) == before
     assert sorted(place[node.handle] for node in graph.nodes()) == [*range(count)]

@@ -181,12 +181,6 @@ ADDRESSES = bytes(1536)
 """The addresses and sizes of a list of tensors, as a kernel gets them."""
 
 
-def test_a_number_is_an_argument_of_each_kernel() -> None:
-    nodes = [kernel(SMALL, floats(0.3)), kernel(SMALL, floats(7.0, 0.3))]
-    found = KernelNumbers(nodes, [0.3], wide=False)._found
-    assert [(index, at, which) for _, index, at, which in found] == [(1, 0, [0]), (1, 4, [0])]
-
-
 @pytest.mark.parametrize("length", [1536, 10752])
 def test_numbers_are_in_the_table_of_a_list(length: int) -> None:
     """A tensor that two launches share has its number in both; what else is there is old."""
@@ -198,14 +192,17 @@ def test_numbers_are_in_the_table_of_a_list(length: int) -> None:
     assert [(at, which) for _, _, at, which in found] == [(length, [0, 1]), (length, [1, 2])]
 
 
-def test_the_number_of_a_list_of_one_tensor() -> None:
-    found = KernelNumbers([kernel(ADDRESSES + floats(0.3, 0.5), b"?")], [0.3], wide=False)._found
-    assert [(at, which) for _, _, at, which in found] == [(1536, [0])]
-
-
-def test_wide_numbers() -> None:
-    found = KernelNumbers([kernel(struct.pack("d", 0.3))], [0.3], wide=True)._found
-    assert found[0][1:] == (0, 0, [0])
+@pytest.mark.parametrize(
+    ("nodes", "wide", "places"),
+    [
+        ([kernel(SMALL, floats(0.3)), kernel(SMALL, floats(7, 0.3))], False, [(1, 0), (1, 4)]),
+        ([kernel(ADDRESSES + floats(0.3, 0.5), b"?")], False, [(0, 1536)]),
+        ([kernel(struct.pack("d", 0.3))], True, [(0, 0)]),
+    ],
+)
+def test_where_one_number_is(nodes: Any, wide: bool, places: Any) -> None:
+    found = KernelNumbers(nodes, [0.3], wide=wide)._found
+    assert [each[1:] for each in found] == [(*place, [0]) for place in places]
 
 
 @pytest.mark.parametrize(

@@ -101,14 +101,18 @@ def test_modules(make: Any) -> None:
     check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
 
 
+@pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("inference", [False, True])
-def test_in_place(make: Any, inference: bool) -> None:
+def test_in_place(make: Any, inference: bool, first: int) -> None:
+    """Also writes that change nothing before the fourth call."""
     with torch.inference_mode(inference):
-        step = make(lambda x: (x.add_(1).sum(),))
-        x = torch.zeros(4)
-        for number in range(1, 5):
-            (total,) = step(x)
-            assert x.tolist() == [number] * 4 and float(total) == 4 * number
+        step = make(lambda x, y: (x.add_(y).sum(),))
+        x, y = torch.zeros(4), torch.zeros(4)
+        for number in range(6):
+            y.fill_(number >= first)
+            (total,) = step(x, y)
+            count = max(0, number + 1 - first)
+            assert x.tolist() == [count] * 4 and float(total) == 4 * count
 
 
 def test_a_failed_check_runs_no_host_functions_again(host_device: Device) -> None:
@@ -130,17 +134,6 @@ def test_a_failed_check_runs_no_host_functions_again(host_device: Device) -> Non
     (line,) = step.statistics().keys
     assert "a check failed" in line.reason and "first node" not in line.reason
     step.close()
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_writes_that_change_nothing_at_first(make: Any, inference: bool) -> None:
-    with torch.inference_mode(inference):
-        step = make(lambda x, y: (x.add_(y).sum(),))
-        x, y = torch.zeros(4), torch.zeros(4)
-        for number in range(6):
-            y.fill_(number // 3)
-            step(x, y)
-            assert x.tolist() == [max(0, number - 2)] * 4
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -172,6 +165,7 @@ def test_registered_containers(make: Any) -> None:
 
 
 def test_results_of_transformers(make: Any) -> None:
+    """They are the caller's own."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
 
     def f(x: Any) -> Any:
@@ -180,23 +174,14 @@ def test_results_of_transformers(make: Any) -> None:
     step = make(f)
     for _ in range(4):
         x = torch.randn(3)
-        found = step(x)
-        assert isinstance(found, outputs.CausalLMOutputWithPast)
-        assert torch.equal(found.logits, x * 2) and torch.equal(found["hidden_states"][1], x + 1)
-        assert found.loss is None
-    assert step.statistics().replays == 3, step.explain()
-
-
-def test_results_of_transformers_are_the_callers_own(make: Any) -> None:
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    step = make(lambda x: outputs.CausalLMOutputWithPast(logits=x * 2))
-    x = torch.ones(2)
-    for _ in range(4):
-        found, eager = step(x), outputs.CausalLMOutputWithPast(logits=x * 2)
+        found, eager = step(x), f(x)
+        assert isinstance(found, outputs.CausalLMOutputWithPast) and found.loss is None
         assert vars(found).keys() == vars(eager).keys() and [*found] == [*eager]
         assert found.logits is found["logits"] and torch.equal(found.to_tuple()[0], x * 2)
+        assert torch.equal(found["hidden_states"][1], x + 1)
         found["logits"] = found.loss = None
         found.note = "mine"
+    assert step.statistics().replays == 3, step.explain()
 
 
 def test_dicts_that_hold_more_than_their_children(make: Any) -> None:
@@ -929,39 +914,3 @@ def test_streams_of_captures_serve_later_functions(
     fourth = Captures(host_device, 0, ())
     assert stream_of(fourth) == first
     assert len({*map(stream_of, (other, third, fourth))}) == 3
-
-
-def test_graphs_with_transforms_end_with_their_plans(
-    host_device: Device, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ostinato.interop.torch import plans
-    from tests.interop.tape import OnCpu
-
-    cache = torch.backends.cuda.cuFFTPlanCache
-    room = [1, 8]
-    monkeypatch.setattr(torch, "_cufft_get_plan_cache_size", lambda index: room[0])
-    monkeypatch.setattr(torch, "_cufft_get_plan_cache_max_size", lambda index: room[1])
-    monkeypatch.setattr(plans, "_watched", False)
-    monkeypatch.setattr(cache, "clear", lambda self: None)
-    monkeypatch.setattr(vars(cache)["max_size"], "setter", lambda index, size: None)
-    # As after a capture that has a transform.
-    monkeypatch.setattr(OnCpu._captures, "plans", plans.watch())
-    monkeypatch.setattr(OnCpu._captures, "index", 0, raising=False)
-    step, x = make(lambda x: x * 2), torch.ones(3)
-
-    def calls(eager: int, replays: int) -> None:
-        before = step.statistics()
-        check(step, lambda x: x * 2, *[x] * 4)
-        after = step.statistics()
-        assert (after.eager - before.eager, after.replays - before.replays) == (eager, replays)
-
-    calls(1, 3)
-    calls(0, 4)
-    cache(0).clear()
-    calls(1, 3)
-    cache(0).max_size = 2
-    calls(1, 3)
-    room[1] = 1  # full: each further plan ends another
-    calls(4, 0)
-    room[1] = 8
-    calls(0, 4)

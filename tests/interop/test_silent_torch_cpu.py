@@ -160,7 +160,8 @@ def test_functions_without_products_share_a_stream(
 
 
 @pytest.mark.parametrize(
-    "where", ["common memory", "a pool", "the side stream", "a tensor", "less"]
+    "where",
+    ["common memory", "a pool", "the side stream", "the default stream", "a tensor", "less"],
 )
 def test_workspaces_of_other_streams_are_refused(
     host_device: Device,
@@ -179,13 +180,13 @@ def test_workspaces_of_other_streams_are_refused(
     )
     side = found.beside()[1].handle
     monkeypatch.setattr(workspaces, "_pools", {(0, side): (0, 5)})
-    pool = (0, 0) if where in ("common memory", "a tensor", "less") else (0, 9)
-    stream = side if where == "the side stream" else 1234
+    pool = (0, 9) if where in ("a pool", "the side stream") else (0, 0)
+    stream = {"the side stream": side, "the default stream": 0}.get(where, 1234)
     memory.append(segment((0, 5), own.address, 1024, side))
     memory.append(segment(pool, other.address, 512 if where == "less" else 1024, stream))
     reason = finished(found, reading(host_device, other))
     assert bool(reason) is (where in ("common memory", "a pool")), reason
-    assert not reason or "workspace of cuBLAS" in reason
+    assert not reason or "workspace of cuBLAS that torch may free (line points at" in reason
 
 
 def test_backwards_are_noted_in_threads_that_overlap() -> None:
@@ -231,9 +232,42 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(torch, "_cufft_get_plan_cache_max_size", lambda index: room[1])
     monkeypatch.setattr(watched, "_watched", False)
     monkeypatch.setattr(cache, "clear", lambda self: None)
+    monkeypatch.setattr(vars(cache)["max_size"], "setter", lambda index, size: None)
     for module in (capturing, gradients):
         monkeypatch.setattr(module, "transforms", lambda nodes: True)
     yield room
+
+
+@torch.no_grad()
+def test_graphs_with_transforms_end_with_their_plans(
+    host_device: Device, plans: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.interop.torch.plans import watch
+    from tests.interop.tape import OnCpu, on_cpu
+
+    # As after a capture that has a transform.
+    monkeypatch.setattr(OnCpu._captures, "plans", watch())
+    monkeypatch.setattr(OnCpu._captures, "index", 0, raising=False)
+    step, x = on_cpu(OnCpu(host_device), lambda x: x * 2), torch.ones(3)
+    cache = torch.backends.cuda.cuFFTPlanCache(0)
+
+    def calls(eager: int, replays: int) -> None:
+        before = step.statistics()
+        assert all(torch.equal(step(x), x * 2) for _ in range(4))
+        after = step.statistics()
+        assert (after.eager - before.eager, after.replays - before.replays) == (eager, replays)
+
+    with step:
+        calls(1, 3)
+        calls(0, 4)
+        cache.clear()
+        calls(1, 3)
+        cache.max_size = 2
+        calls(1, 3)
+        plans[1] = 1  # full: each further plan ends another
+        calls(4, 0)
+        plans[1] = 8
+        calls(0, 4)
 
 
 def test_plans_that_end_between_a_replay_and_its_backward(

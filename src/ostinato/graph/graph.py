@@ -582,56 +582,85 @@ class Graph(Closeable):
         then as before; if the driver refuses to remove the new node again, the graph cannot be
         launched any more.
         """
-        driver, old = self.context.driver, node.handle if isinstance(node, Node) else node
+        (new,) = self.replace_all([(node, operation)])
+        return new
+
+    @uninterrupted
+    def replace_all(self, pairs: Sequence[tuple[NodeRef, Operation]]) -> list[Node]:
+        """Replaces nodes, each by an operation, as `replace` does one; all of them or none.
+
+        One call for many nodes reads the graph once, and not once for each."""
+        driver = self.context.driver
+        olds = [node.handle if isinstance(node, Node) else node for node, _ in pairs]
         nodes, edges = driver.graph_nodes(self.handle), self.edges()
-        if old not in nodes:
-            raise InputError(f"replace: {node!r} is no node of this graph itself")
+        kinds = {node: driver.node_kind(node) for node in nodes}
+        for (node, _), old in zip(pairs, olds, strict=True):
+            if old not in kinds:
+                raise InputError(f"replace: {node!r} is no node of this graph itself")
         why = ""
         if self.instantiated or isinstance(self, _Body):
             why = "an executable of the graph may have been made; replace nodes before"
         elif self._filled_by("replacing a node")[0] is not None:
             why = "something is captured into the graph; end that capture before"
-        elif driver.node_kind(old) is NodeKind.CONDITIONAL:
+        elif any(kinds[old] is NodeKind.CONDITIONAL for old in olds):
             why = "it is a conditional node, whose bodies would go with it"
-        elif any(driver.node_kind(n) in (NodeKind.MEM_ALLOC, NodeKind.MEM_FREE) for n in nodes):
+        elif not {NodeKind.MEM_ALLOC, NodeKind.MEM_FREE}.isdisjoint(kinds.values()):
             why = "CUDA removes no node from a graph with alloc or free nodes"
+        named = ", ".join([repr(node) for node, _ in pairs])
         if why:
-            raise GraphError(f"{node!r} of {self!r} cannot be replaced: {why}")
-        before = [edge for edge in edges if edge.target == old]
-        after = [edge for edge in edges if edge.source == old]
+            raise GraphError(f"{named} of {self!r} cannot be replaced: {why}")
+        before: dict[NodeHandle, list[Edge]] = {old: [] for old in olds}
+        for edge in edges:
+            if edge.target in before and edge.source not in before:
+                before[edge.target].append(edge)
         self.replaced = True
+        made: dict[NodeHandle, Node] = {}
         try:
-            new = self.add(
-                operation.params,
-                after=[edge.source for edge in before],
-                edge_data=[edge.data for edge in before],
-                operation=operation,
-            )
-            driver.graph_add_edges(self.handle, [replace(e, source=new.handle) for e in after])
-            driver.graph_remove_node(old)
+            for old, (_, operation) in zip(olds, pairs, strict=True):
+                made[old] = self.add(
+                    operation.params,
+                    after=[edge.source for edge in before[old]],
+                    edge_data=[edge.data for edge in before[old]],
+                    operation=operation,
+                )
+            new = {old: node.handle for old, node in made.items()}
+            after = [edge for edge in edges if edge.source in new]
+            moved = [
+                replace(e, source=new[e.source], target=new.get(e.target, e.target)) for e in after
+            ]
+            driver.graph_add_edges(self.handle, moved)
+            for old in olds:
+                driver.graph_remove_node(old)
         except Exception as error:
-            why = f"replacing {node!r} failed: {error}"
-            self._take_back(old, nodes, edges, why)
+            why = f"replacing {named} failed: {error}"
+            self._take_back(olds, nodes, edges, why)
             if isinstance(error, DriverError):
                 raise GraphError(why) from error
             raise
         finally:
             self.recount()
-        self.labels.pop(old, None)
-        return replace(new, index=len(nodes) - 1)
+        for old in olds:
+            self.labels.pop(old, None)
+        rest = len(nodes) - len(olds)
+        return [replace(node, index=rest + place) for place, node in enumerate(made.values())]
 
     def _take_back(
-        self, old: NodeHandle, nodes: Sequence[NodeHandle], edges: Sequence[Edge], why: str
+        self,
+        olds: Sequence[NodeHandle],
+        nodes: Sequence[NodeHandle],
+        edges: Sequence[Edge],
+        why: str,
     ) -> None:
-        """Restores the graph with these nodes and edges, unless the old node is gone."""
+        """Restores the graph with these nodes and edges, unless all old nodes are gone."""
         driver, whole = self.context.driver, False
         try:
             there = driver.graph_nodes(self.handle)
-            for added in there if old in there else ():
+            left = {*olds} & {*there}
+            for added in there if len(left) == len(olds) else ():
                 if added not in nodes:
                     driver.graph_remove_node(added)
                     self.labels.pop(added, None)
-            whole = old not in there or {*self.edges()} == {*edges}
+            whole = not left or {*self.edges()} == {*edges}
         except DriverError:
             pass  # the caller raises the first error
         if not whole:

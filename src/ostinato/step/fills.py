@@ -68,7 +68,7 @@ def replace_small_fills(device: Device, graph: Graph) -> int:
 
     Raises InputError for a graph of another device; GraphError as `Graph.replace` does, if the
     graph has an executable or a capture into it is under way; the errors of `fill_kernel`.  After
-    an error, the fills that are not replaced yet are as before.
+    an error, the fills are as before.
     """
     if not (isinstance(device, Device) and isinstance(graph, Graph)):
         raise InputError(
@@ -80,7 +80,7 @@ def replace_small_fills(device: Device, graph: Graph) -> int:
     nodes = graph.nodes()
     if any(node.kind in _KEPT for node in nodes):
         return 0
-    replaced = 0
+    pairs = []
     for node in nodes:
         if node.kind is not NodeKind.MEMSET or node.memset.height != 1:
             continue
@@ -91,6 +91,7 @@ def replace_small_fills(device: Device, graph: Graph) -> int:
             pattern = int.from_bytes(unit * (4 // size), "little")
             config = LaunchConfig(grid=max(1, -(-nbytes // (_BYTES * _THREADS))), block=_THREADS)
             operation = prepare(fill_kernel(device), config, fill.dst, pattern, nbytes)
-            graph.replace(node, operation)
-            replaced += 1
-    return replaced
+            pairs.append((node, operation))
+    if pairs:
+        graph.replace_all(pairs)
+    return len(pairs)

@@ -158,11 +158,8 @@ add_memory_source(known_memory)
 
 # torch passes the state of a generator to kernels by value (ATen's PhiloxCudaState).  In a capture
 # the state holds two addresses, of the seed and of the offset, each an int64 tensor of one element,
-# then the offset inside the graph (a multiple of 4; 4 bytes up to torch 2.8, 8 since), then a flag
-# that is 1.
+# then the offset inside the graph (a multiple of 4), then a flag that is 1.
 _WORD = 8
-_FLAGS = (20, 24)
-"""The positions of the flag."""
 
 
 def drawing(
@@ -196,16 +193,15 @@ def _captured_states(
     if len(raw) - first <= 2 * _WORD:
         return
     words = struct.unpack_from(f"<{(len(raw) - first) // _WORD}Q", raw, first)
-    for flag in _FLAGS:
-        flags = raw[first + flag :: _WORD]
-        place = flags.find(1)
-        while place >= 0:
-            # A multiple of 4 bytes has its last two bits in the first byte.
-            seed, counter, inside = words[place], words[place + 1], raw[first + _WORD * place + 16]
-            drawn = inside % 4 == 0 and seed and counter and seed != counter
-            if drawn and find(seed) and find(counter):
-                yield seed, counter
-            place = flags.find(1, place + 1)
+    flags = raw[first + 3 * _WORD :: _WORD]
+    place = flags.find(1)
+    while place >= 0:
+        # A multiple of 4 bytes has its last two bits in the first byte.
+        seed, counter, inside = words[place], words[place + 1], raw[first + _WORD * place + 16]
+        drawn = inside % 4 == 0 and seed and counter and seed != counter
+        if drawn and find(seed) and find(counter):
+            yield seed, counter
+        place = flags.find(1, place + 1)
 
 
 def _is_scalar(address: int) -> bool:

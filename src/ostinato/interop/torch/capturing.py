@@ -34,7 +34,7 @@ from ostinato.interop.reading.library import (
 from ostinato.interop.torch import workspaces
 from ostinato.interop.torch.adopting import adopt_graph, drawing
 from ostinato.interop.torch.plans import FULL, ended, transforms, watch
-from ostinato.interop.torch.workspaces import begin_pool, unseen_by_modes
+from ostinato.interop.torch.workspaces import unseen_by_modes
 from ostinato.lowlevel import causes, every_node
 from ostinato.settings import blocking_captures
 
@@ -132,9 +132,9 @@ class Captures:
         """True if a graph uses a workspace of cuBLAS."""
         self.differentiates = False
         """True if autograd has worked, or will, on the side stream."""
-        self.by_torch = bool(generators) or begin_pool is None
-        """True if torch captures, because ostinato cannot capture the function (`_capture_here`),
-        or because this torch lets no other code use its pools."""
+        self.by_torch = bool(generators)
+        """True if torch captures, because ostinato cannot capture the function
+        (`_capture_here`)."""
 
     def beside(self) -> tuple[Any, Stream]:
         """Returns the stream of warm-ups and captures, as torch's object and as ostinato's.
@@ -216,7 +216,7 @@ class Captures:
                 noted_backward(self.begin_backward),
             ):
                 result = work()
-                if torch.is_grad_enabled() and any(map(_learns, _leaves(result))):
+                if torch.is_grad_enabled() and learns(result):
                     self.begin_backward()  # the caller's, to come
         finally:
             current.wait_stream(side)
@@ -310,8 +310,8 @@ class Captures:
             line = f" at {events.forked}" if events.forked else ""
             return (
                 f"it multiplies on a stream or in a thread of its own{line}, with a workspace of "
-                "cuBLAS that torch may free, and replays would write memory of others then; "
-                "multiply on the stream that is current in the call"
+                f"cuBLAS that torch may free ({uses.others}), and replays would write memory of "
+                "others then; multiply on the stream that is current in the call"
             )
         self._multiplies |= uses.own
         self._give_back()
@@ -343,12 +343,9 @@ class Captures:
     def open_pool(self) -> None:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-            if begin_pool is None:
-                self._keeper = self._trivial(self.pool)
-            else:
-                self._keeper = Kept()
-                with self.allocating(self._keeper):
-                    pass
+            self._keeper = Kept()
+            with self.allocating(self._keeper):
+                pass
 
     def trim(self, *, short: bool) -> None:
         """Implements `Library.trim`.
@@ -370,7 +367,7 @@ class Captures:
     @contextmanager
     def allocating(self, owner: object) -> Iterator[None]:
         """Makes this thread's tensors come out of the pool, which lives as long as the owner."""
-        begin_pool(self.index, self.pool)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.index, self.pool)
         release = weakref.finalize(owner, torch._C._cuda_releasePool, self.index, self.pool)
         release.atexit = False
         try:
@@ -632,8 +629,9 @@ def hand_over(result: Any, stream: Any) -> None:
             leaf.record_stream(stream)
 
 
-def _learns(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+def learns(result: Any) -> bool:
+    """True if a tensor of a result has gradients."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in _leaves(result))
 
 
 def _kind(error: BaseException) -> type[NotGraphable]:
@@ -808,10 +806,7 @@ def copies_elsewhere(nodes: Sequence[Node]) -> bool:
     found = [address for copy in copies for address in (copy.src, copy.dst)]
     if not found:
         return False
-    try:
-        segments = torch.cuda.memory_snapshot()
-    except RuntimeError:  # another allocator than torch's own
-        return True
+    segments = torch.cuda.memory_snapshot()
     ranges = [MemoryRange(s["address"], s["total_size"]) for s in segments]
     return not all(any(r.holds(address) for r in ranges) for address in found)
 

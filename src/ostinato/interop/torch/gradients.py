@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -189,9 +189,6 @@ def _over_the_same(weight: Any) -> Any:
     return weight.detach().requires_grad_()
 
 
-Capturer: TypeAlias = Callable[[Callable[[Stream], Any]], tuple[Graph, Any]]
-
-
 class Differentiated:
     """Implements `Differentiable`.  `capture` captures into memory of its own: what the backward
     needs lies there from one launch to the next, and graphs of another pool would write it.
@@ -199,7 +196,7 @@ class Differentiated:
 
     def __init__(
         self,
-        capture: Capturer,
+        capture: Callable[[Callable[[Stream], Any]], tuple[Graph, Any]],
         function: Callable[..., Any],
         state: Sequence[Any],
         ends: Callable[[], int],

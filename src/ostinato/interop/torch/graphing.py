@@ -22,7 +22,7 @@ from ostinato.interop.reading.places import Current
 from ostinato.interop.reading.recheck import Checks, Inexpressible
 from ostinato.interop.reading.stored import Stored, code_text
 from ostinato.interop.torch.library import Torch, TorchWithoutCuda
-from ostinato.interop.torch.watching import HOOKS
+from ostinato.interop.torch.watching import HOOKS, global_hooks
 from ostinato.step import Buckets
 
 _names = itertools.count()
@@ -162,14 +162,7 @@ class GraphedModule(Graphed):
 
     def _long(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module  # short ways compare its hooks too
-        if not (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or any(_global_hooks())
-            or _own_call(module)
-        ):
+        if not (any(map(vars(module).get, HOOKS)) or any(global_hooks()) or _own_call(module)):
             return super()._long(*args, **kwargs)
         with self._lock, self._forward.replayed(super()._long):
             return module(*args, **kwargs)
@@ -180,7 +173,7 @@ class GraphedModule(Graphed):
         held = self.module.__dict__
         hooks = {name: held[name] for name in HOOKS}
         checks.some_items(held, hooks)
-        for each in (*hooks.values(), *_global_hooks()):
+        for each in (*hooks.values(), *global_hooks()):
             checks.size(each, 0)
         if "forward" not in held:
             checks.attributes(type(self.module), {"forward": type(self.module).forward})
@@ -268,12 +261,6 @@ _RETURNING_SELF = frozenset(
         *("train", "eval", "requires_grad_", "apply"),
     ]
 )
-
-
-def _global_hooks() -> list[dict[int, Any]]:
-    """Returns the tables of hooks of all modules."""
-    every = vars(torch.nn.modules.module)
-    return [every[f"_global{name}"] for name in HOOKS]
 
 
 def _own_call(module: torch.nn.Module) -> bool:

@@ -21,9 +21,9 @@ from ostinato.interop.reading.objects import Watch
 from ostinato.interop.reading.together import Agreement
 from ostinato.interop.torch import recurrent
 from ostinato.interop.torch.adopting import as_tensor
-from ostinato.interop.torch.capturing import Captures, OwnPool, out_of_memory
+from ostinato.interop.torch.capturing import Captures, OwnPool, learns, out_of_memory
 from ostinato.interop.torch.counting import countable
-from ostinato.interop.torch.gradients import Capturer, Differentiated, memory_of
+from ostinato.interop.torch.gradients import Differentiated, memory_of
 from ostinato.interop.torch.plans import ended, require_room
 from ostinato.interop.torch.ranks import heard, messages
 from ostinato.interop.torch.trees import PLAIN, joiner, parts
@@ -97,10 +97,12 @@ _deterministic = _getters(
 """Further settings that are read if algorithms must be deterministic."""
 # The getters that products use; they raise if old and new settings contradict each other.
 _legacy = torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32
-_getter: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-_each: tuple[Callable[[], Any], ...] = ()
-if _getter is not None:
-    _each = tuple([partial(_getter, "cuda", name) for name in ("matmul", "conv", "rnn")])
+_each = tuple(
+    [
+        partial(torch._C._get_fp32_precision_getter, "cuda", name)
+        for name in ("matmul", "conv", "rnn")
+    ]
+)
 _tracing: Callable[[], bool] = torch._C._is_tracing
 _level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 _hooked = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
@@ -155,7 +157,7 @@ def _precision() -> tuple[Callable[[], Any], ...]:
         for function in _legacy:
             function()
     except RuntimeError:
-        return _each or _legacy
+        return _each
     return _legacy
 
 
@@ -444,12 +446,7 @@ class Torch:
         return _requires_grad if self.hooks_apart else _unattached
 
     def wants_gradient(self, result: Any, /) -> bool:
-        if not torch.is_grad_enabled():
-            return False
-        return any(
-            isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            for leaf in torch.utils._pytree.tree_leaves(result)
-        )
+        return torch.is_grad_enabled() and learns(result)
 
     @staticmethod
     def without_gradient(tensor: torch.Tensor) -> torch.Tensor:
@@ -457,17 +454,13 @@ class Torch:
 
     def differentiable(self, function: Callable[..., Any], state: Sequence[Any]) -> Differentiated:
         self._captures.begin_backward()
-        return Differentiated(self._captured_apart(), function, state, self._plans_ended)
-
-    def _captured_apart(self) -> Capturer:
-        """Returns a function that captures into one pool of its own."""
         pool = OwnPool()
 
         def capture(work: Callable[[Stream], Any]) -> tuple[Graph, Any]:
             with self._captures.apart(pool):
                 return self.capture(work)
 
-        return capture
+        return Differentiated(capture, function, state, self._plans_ended)
 
     def version(self, tensor: torch.Tensor, /) -> int | None:
         return None if tensor.is_inference() else tensor._version

@@ -30,6 +30,7 @@ from ostinato.lowlevel import Closeable, armed, new_lock
 
 _log = logging.getLogger(__name__)
 _NOTE = "_ostinato_note"
+"""The attribute with the note of a graph that was made under observation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +92,7 @@ def _init(init: Callable[..., None]) -> Callable[..., None]:
 
 def _capture_begin(begin: Callable[..., None]) -> Callable[..., None]:
     def noted(graph: Any, *args: Any, **kwargs: Any) -> None:
-        note = _note(graph)
+        note = getattr(graph, _NOTE, None)
         if note is not None:
             note.index, note.where = torch.cuda.current_device(), line_outside_torch()
             note.replays, note.unwatched = 0, False
@@ -103,7 +104,7 @@ def _capture_begin(begin: Callable[..., None]) -> Callable[..., None]:
 def _capture_end(end: Callable[..., None]) -> Callable[..., None]:
     def ready(graph: Any) -> None:
         end(graph)
-        note = _note(graph)
+        note = getattr(graph, _NOTE, None)
         if note is not None and not note.kept:
             graph.instantiate()
 
@@ -113,7 +114,7 @@ def _capture_end(end: Callable[..., None]) -> Callable[..., None]:
 def _register(register: Callable[..., None]) -> Callable[..., None]:
     def noted(graph: Any, generator: Any) -> None:
         register(graph, generator)
-        note = _note(graph)
+        note = getattr(graph, _NOTE, None)
         if note is not None:
             note.generators.append(generator)
 
@@ -124,7 +125,7 @@ def _renew(method: Callable[..., None]) -> Callable[..., None]:
     """For `instantiate` and `reset`, after which the executable of `_Note.run` is out of date."""
 
     def noted(graph: Any) -> None:
-        note = _note(graph)
+        note = getattr(graph, _NOTE, None)
         if note is not None:
             note.run = None
         method(graph)
@@ -156,12 +157,6 @@ _METHODS: dict[str, Callable[[Callable[..., None]], Callable[..., None]]] = {
     "replay": _replay,
     "reset": _renew,
 }
-
-
-def _note(graph: Any) -> _Note | None:
-    """Returns the note of a graph that was made under observation."""
-    note: _Note | None = getattr(graph, _NOTE, None)
-    return note
 
 
 def _adopt(graph: Any, note: _Note) -> Graph:

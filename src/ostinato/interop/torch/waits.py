@@ -958,11 +958,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
 def lifted() -> Iterator[None]:
     """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see.  It is a
     setting of the process, and changes nothing else."""
-    get = getattr(torch._C, "_only_lift_cpu_tensors", None)
-    if get is None:
-        yield
-        return
-    before = get()
+    before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         yield

@@ -238,9 +238,15 @@ class CountingWatch(_PartWatch, WholeWatch):
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-"""Tables of hooks of a module; those of all modules have `_global` before the name."""
+"""Tables of hooks of a module."""
 _OF_FORWARD = 2
 """The number of those that matter without gradients, which come first."""
+
+
+def global_hooks() -> list[dict[int, Any]]:
+    """Returns the tables of hooks of all modules."""
+    every = vars(torch.nn.modules.module)
+    return [every[f"_global{name}"] for name in HOOKS]
 
 
 class ModuleWatch(Watch):
@@ -280,8 +286,7 @@ class ModuleWatch(Watch):
         self._inside = [m._modules for m in modules if m._modules]
         self._children = [*_all(map(_values, self._inside))]
         self._tensors = [d for m in modules for d in (m._parameters, m._buffers) if d]
-        every = vars(torch.nn.modules.module)
-        self._hooks = [every[f"_global{name}"] for name in HOOKS]
+        self._hooks = global_hooks()
         self._hooks += [vars(m)[name] for m in modules for name in HOOKS]
         self._held = [m.__dict__ for m in modules]
         self._kinds = [*map(type, self._children)]

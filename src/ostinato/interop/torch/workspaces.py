@@ -23,9 +23,6 @@ from ostinato.interop.captures import kernels_of
 from ostinato.interop.reading.library import living_objects
 from ostinato.interop.reading.slots import points_at, words_of_nodes
 
-begin_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-"""Lets this thread allocate from a pool; None in a torch that lets no other code use its pools."""
-
 _pools: dict[tuple[int, int], Any] = {}
 """For each device and stream of captures a pool for its workspaces.  Pools stay for ever: the
 driver may give the handle of a closed stream to a new one."""
@@ -38,14 +35,12 @@ def make(index: int, side: Any, *, engine: bool) -> None:
     """Makes the workspaces of a stream of captures (torch's object), where there are none.
 
     `engine`: also those of autograd's thread."""
-    if begin_pool is None:
-        return
     pool = _pools.setdefault((index, side.cuda_stream), torch.cuda.graph_pool_handle())
 
     def multiply() -> None:
         square = torch.zeros(16, 16, device=f"cuda:{index}")
         into = torch.empty_like(square)
-        begin_pool(index, pool)
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
         try:
             torch.mm(square, square, out=into)
             torch.addmm(square[0], square, square, out=into)  # by cuBLASLt
@@ -61,29 +56,33 @@ def make(index: int, side: Any, *, engine: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """The workspaces that graphs use: our own; those of a stream or thread that is not ours."""
+    """The workspaces that graphs use: our own; those of a stream or thread that is not ours, as
+    the kernel that does and whose it is, empty if none does."""
 
     own: bool
-    others: bool
+    others: str
 
 
 def used(index: int, nodes: Sequence[Node]) -> Uses:
     """Reads from the nodes of graphs which workspaces they use.
 
     Another workspace is memory as large as our own that is in use, and that no tensor has, in
-    torch's common memory or for another stream than those of captures.  If there is none of our
-    own, the device had no memory for it, and the graphs use another one."""
+    torch's common memory or for another stream than those of captures.  None of the legacy default
+    stream can be used, since no capture has work there; but what is left in a kernel's arguments
+    from earlier calls may point at them.  If there is none of our own, the device had no memory
+    for it, and the graphs use another one."""
     words = words_of_nodes(nodes)
     pools = {pool for (device, _), pool in _pools.items() if device == index}
     streams = {stream for device, stream in _pools if device == index}
     own: list[MemoryRange] = []
-    others: list[tuple[int, MemoryRange]] = []
+    others: list[tuple[int, MemoryRange, int]] = []
     sizes: set[int] = set()
     for segment in torch.cuda.memory_snapshot() if pools else ():
         if segment["device"] != index:
             continue
         pool = tuple(segment.get("segment_pool_id", (0, 0)))
-        apart, at = pool == (0, 0) or segment["stream"] not in streams, segment["address"]
+        stream, at = segment["stream"], segment["address"]
+        apart = stream != 0 and (pool == (0, 0) or stream not in streams)
         for block in segment["blocks"]:
             memory, size = MemoryRange(at, block["size"]), block.get("requested_size", 0)
             at += block["size"]
@@ -93,16 +92,17 @@ def used(index: int, nodes: Sequence[Node]) -> Uses:
                 own.append(memory)
                 sizes.add(size)
             elif apart:
-                others.append((size, memory))
-    suspects = [memory for size, memory in others if size in sizes and points_at(words, memory)]
+                others.append((size, memory, stream))
+    suspects = [each for each in others if each[0] in sizes and points_at(words, each[1])]
     if suspects:
         owned = _memory_of_tensors()
-        suspects = [each for each in suspects if not points_at(owned, each)]
+        suspects = [each for each in suspects if not points_at(owned, each[1])]
     by_name = any(_PRODUCTS.search(node.name) for node in kernels_of(nodes))
-    return Uses(
-        own=by_name or any(points_at(words, memory) for memory in own),
-        others=bool(suspects) or (by_name and bool(pools) and not own),
-    )
+    found = "there is no memory for its own" if by_name and pools and not own else ""
+    for _, memory, stream in suspects[:1]:
+        node = next(each for each in nodes if points_at(words_of_nodes([each]), memory))
+        found = f"{node.name} points at one of stream {stream:#x}"
+    return Uses(own=by_name or any(points_at(words, memory) for memory in own), others=found)
 
 
 def _memory_of_tensors() -> npt.NDArray[np.uint64]:
