@@ -592,7 +592,7 @@ class Graphed(Guarded, Closeable):
         a learning rate."""
         if self._guards is None or places[0] < len(given.tokens):
             return False
-        states = self._guards.states()
+        states = self._guards.naming().states
         if not all(states[place - len(given.tokens)] for place in places):
             return False
         if not self._step_in_python():
@@ -610,7 +610,9 @@ class Graphed(Guarded, Closeable):
         these."""
         subject, first = self._subject, len(given.tokens)
         owners = subject.arguments.owners(given) if places[0] < first else []
-        inside = self._guards.names() if self._guards is not None and places[-1] >= first else []
+        inside = (
+            self._guards.naming().names if self._guards is not None and places[-1] >= first else []
+        )
         arguments = {*[owners[place] for place in places if place < first]}
         used = [*dict.fromkeys([inside[place - first] for place in places if place >= first])]
         words = [subject.arguments.words(given, arguments), *[f"{name}=…" for name in used[:MOST]]]

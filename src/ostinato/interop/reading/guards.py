@@ -35,7 +35,7 @@ from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -105,7 +105,7 @@ class Walker:
         """Receives a function of the user's that may be called: its code and its default values may
         be replaced (`%autoreload`)."""
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
+    def methods(self, path: Trail, kind: type, found: dict[str, Any]) -> None:
         """Receives what the code names of a class of the user's: its methods may be replaced."""
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
@@ -198,7 +198,7 @@ class Reading(Walker):
     def function(self, path: Trail, value: types.FunctionType) -> None:
         self.tokens.append(code_token(value))
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
+    def methods(self, path: Trail, kind: type, found: dict[str, Any]) -> None:
         self.tokens.append((kind, *found.values()))
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
@@ -228,55 +228,29 @@ class Reading(Walker):
         self.tokens.append(head)
 
 
-def _named(receive: Callable[..., None]) -> Callable[..., None]:
-    """Returns a method that also names the place of the token that `receive` adds."""
+class Naming:
+    """Stands for a reading during a walk, and notes of each token the place of its value."""
 
-    def named(self: _Naming, path: Trail, *given: Any) -> None:
-        receive(self, path, *given)
-        self.names.append(in_words(path))
-
-    return named
-
-
-class _Naming(Reading):
-    """A reading that also names the place of each token's value."""
-
-    def __init__(self, serial: Callable[[object], int]) -> None:
-        super().__init__(serial)
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
         self.names: list[str] = []
+        self.states: list[bool] = []
+        """True for the tokens of objects with a state of their own."""
 
-    array = _named(Reading.array)
-    plain = _named(Reading.plain)
-    function = _named(Reading.function)
-    variable = _named(Reading.variable)
-    container = _named(Reading.container)
-    contents = _named(Reading.contents)
-    other = _named(Reading.other)
-    items = _named(Reading.items)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        receive, tokens = getattr(self._reading, method), self._reading.tokens
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
-        super().methods(kind, found)
-        self.names.append(kind.__qualname__)
+        def named(*given: Any) -> None:
+            first = len(tokens)
+            receive(*given)
+            count = len(tokens) - first
+            watch = given[1] if method == "watched" else None
+            whole, inner = in_words(given[0]) if count else "", watch.names() if watch else ()
+            known = [f"{whole}{name}" for name in inner] if len(inner) == count else None
+            self.names += known or [whole] * count
+            self.states += [_object_of(watch) is not None] * count
 
-    def watched(self, path: Trail, watch: Watch) -> None:
-        super().watched(path, watch)
-        whole, missing = in_words(path), len(self.tokens) - len(self.names)
-        names = [f"{whole}{name}" for name in watch.names()]
-        self.names += names if len(names) == missing else [whole] * missing
-
-
-class _OfStates(Reading):
-    """A reading that also notes which tokens are of objects with a state of their own."""
-
-    def __init__(self, serial: Callable[[object], int]) -> None:
-        super().__init__(serial)
-        self.inside: set[int] = set()
-
-    def watched(self, path: Trail, watch: Watch) -> None:
-        first = len(self.tokens)
-        super().watched(path, watch)
-        if _object_of(watch) is not None:
-            self.inside.update(range(first, len(self.tokens)))
+        return named
 
 
 @dataclass(slots=True)
@@ -631,7 +605,7 @@ class Guards:
         self._visit_all(walker, (kind.__qualname__,), enumerate(known.descriptors), 0, met, False)
         if found and (kind, hardly) not in met.kinds:
             met.kinds.add((kind, hardly))
-            walker.methods(kind, found)
+            walker.methods((kind.__qualname__,), kind, found)
             for base in own_bases(kind)[1:]:  # `super()` may call what others override
                 self._visit_methods(walker, base, met, hardly=hardly, among=known.names)
 
@@ -688,17 +662,11 @@ class Guards:
         """Forgets the objects that were met, whose watches may be others from now on."""
         self._known.clear()
 
-    def names(self) -> list[str]:
-        """Returns the place of each token's value, for the tokens that `read` returns now."""
-        naming = _Naming(self.serial)
-        self.walk(naming)
-        return naming.names
-
-    def states(self) -> list[bool]:
-        """Returns for each token that `read` returns now whether it is of a watched object."""
-        reading = _OfStates(self.serial)
-        self.walk(reading)
-        return [place in reading.inside for place in range(len(reading.tokens))]
+    def naming(self) -> Naming:
+        """Returns the places of the values of the tokens that `read` returns now."""
+        naming = Naming(Reading(self.serial))
+        self.walk(cast(Walker, naming))
+        return naming
 
     def explain(self, before: Seen, after: Seen) -> list[str]:
         """Returns the names of what differs between two readings; empty if nothing does.  `after`
@@ -706,7 +674,7 @@ class Guards:
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
             return []
         if len(before.tokens) == len(after.tokens):
-            pairs = zip(self.names(), before.tokens, after.tokens, strict=True)
+            pairs = zip(self.naming().names, before.tokens, after.tokens, strict=True)
             found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
             if found:
                 return found
