@@ -3,10 +3,13 @@ plain one gives, whatever was changed between the calls."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ import array, collections, contextvars, ctypes, dataclasses, enum, functools, op
 import sys, threading, types, weakref
 from os import getenv
 import numpy as np
+from tests.interop.library import Stateful
 
 class Space: pass
 
@@ -473,6 +477,46 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "{n}.a.t",
         "{n}.a.t = {v}",
     ),
+    "a number in a state": (
+        "{n} = Stateful(groups=[{{'lr': 1.0, 'betas': (0.5, 0.25)}}])",
+        "{n}.groups[0]['lr']",
+        "{n}.groups[0]['lr'] = {v}",
+    ),
+    "a number of another type in a state": (
+        "{n} = Stateful(k=1.0)",
+        "({n}.k if type({n}.k) is float else 2 * {n}.k)",
+        "{n}.k = {{1.0: 1.0, 2.0: True, 3.0: 3.0}}[{v}]",
+    ),
+    "a tuple in a state": (
+        "{n} = Stateful(betas=(0.5, 1.0))",
+        "{n}.betas[1]",
+        "{n}.betas = (0.5, {v})",
+    ),
+    "a hidden object in a state": (
+        "{n} = Stateful(_hidden=Space()); {n}._hidden.k = 1.0",
+        "{n}._hidden.k",
+        "{n}._hidden.k = {v}",
+    ),
+    "another object in a state": (
+        "{n} = Stateful(_hidden=Space()); {n}._hidden.k = 1.0",
+        "{n}._hidden.k",
+        "{n}._hidden = Space(); {n}._hidden.k = {v}",
+    ),
+    "another list in a state": (
+        "{n} = Stateful(groups=[1.0])",
+        "{n}.groups[0]",
+        "{n}.groups = [{v}]",
+    ),
+    "a set in a state": (
+        "{n} = Stateful(names={{1}})",
+        "float([*{n}.names][0])",
+        "{n}.names.clear(); {n}.names.add(int({v}))",
+    ),
+    "hooks in a state": (
+        "{n} = Stateful(hooks=collections.OrderedDict(a=len))",
+        "float(len({n}.hooks))",
+        "{n}.hooks.clear(); {n}.hooks.update(dict.fromkeys('abc'[:int({v})], len))",
+    ),
 }
 """How something is made that holds a number, how it is read, and how it is changed."""
 
@@ -504,6 +548,17 @@ ARRAYS: dict[str, tuple[str, str, str]] = {
         "{n} = Of{n}(); {n}.one, {n}.two = LIB.array([1.0] * 4), 2.0",
         "({n}.one if type({n}.one) is not float else {n}.two.line(5.0))",
         "{n}.one, {n}.two = {n}.two, {n}.one",
+    ),
+    "an array in a state": (
+        "w{n} = LIB.array([1.0] * 4); {n} = Stateful(held=collections.defaultdict(dict))\n"
+        "{n}.held[w{n}]['m'] = LIB.array([1.0] * 4)",
+        "{n}.held[w{n}]['m']",
+        "{n}.held[w{n}]['m'] = LIB.array([{v}] * 4)",
+    ),
+    "a key in a state": (
+        "{n} = Stateful(held={{LIB.array([1.0] * 4): 1}})",
+        "[*{n}.held][0]",
+        "{n}.held = {{LIB.array([{v}] * 4): 1}}",
     ),
     "an array in a set": (
         "{n} = {{Space()}}\nfor each in {n}: each.w = LIB.array([1.0] * 4)",
@@ -652,15 +707,24 @@ def of_one(kind: str) -> tuple[str, list[str]]:
     return "\n".join(source), [change.format(n="H0", v=value) for value in (1.0, 2.0, 3.0)]
 
 
+@contextlib.contextmanager
+def loaded(source: str, lib: Lib) -> Iterator[Any]:
+    """A module of a program."""
+    module: Any = types.ModuleType("programme")
+    sys.modules[module.__name__] = module
+    module.LIB = lib
+    try:
+        exec(source, vars(module))
+        yield module
+    finally:
+        del sys.modules[module.__name__]
+
+
 def run(lib: Lib, make: Make, seed: int, kind: str | None = None) -> int:
     """Runs a program; how many replays there were."""
     source, changes = programme(seed) if kind is None else of_one(kind)
     chance = random.Random(seed)
-    module = types.ModuleType(f"programme_{seed}")
-    sys.modules[module.__name__] = module
-    vars(module)["LIB"] = lib
-    try:
-        exec(source, vars(module))
+    with loaded(source, lib) as module:
         step = make(module.f)
         x = lib.array(np.ones(4))
         log = []
@@ -674,8 +738,6 @@ def run(lib: Lib, make: Make, seed: int, kind: str | None = None) -> int:
         replays = step.statistics().replays
         step.close()
         return replays
-    finally:
-        del sys.modules[module.__name__]
 
 
 def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
@@ -686,6 +748,51 @@ def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
 @pytest.mark.parametrize("kind", [*HOLDERS, *ARRAYS, *CALLED])
 def test_each_kind_alone(kind: str, lib: Lib, make: Make) -> None:
     assert run(lib, make, 2, kind)
+
+
+LEFT = (
+    *("code", "a context variable", "a masked array", "a row of an array", "a view of memory"),
+    *("the environment", "the environment, by os.getenv", "the environment, by getenv"),
+)
+"""What cannot be put back."""
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_capture_that_fails_leaves_nothing(kind: str, lib: Lib, make: Make) -> None:
+    """The function notes that it was entered, and is left again unless it fails meanwhile; it
+    raises if it was not left."""
+    made, read, change = [each.format(n="H0", v="{v}") for each in HOLDERS[kind]]
+    before, inside = (change.replace("{v}", value) for value in ("1.0", "2.0"))
+    names = {
+        node.id
+        for node in ast.walk(ast.parse(inside))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    source = f"""{HEAD}
+{made}
+def f(x):
+    global {", ".join(sorted({"_", *names}))}
+    if {read} != FIRST: raise RuntimeError("it was entered twice")
+    {inside}
+    by = float(x.numpy()[0])  # waits, which no capture may
+    {before}
+    return x.line(by)
+"""
+    with loaded(source, lib) as module:
+        exec(before, vars(module))
+        module.FIRST = eval(read, vars(module))
+        step = make(module.f)
+        for number in range(5):
+            x = lib.array(np.full(4, float(number)))
+            if kind in LEFT and number:
+                with pytest.raises(RuntimeError, match="entered twice"):
+                    for _ in range(2):  # the capture, and an eager call
+                        step(x)
+                break
+            np.testing.assert_array_equal(step(x).numpy(), [float(number**2)] * 4)
+            assert eval(read, vars(module)) == module.FIRST
+    reasons = str([line.reason for line in step.statistics().keys])
+    assert lib.captures <= 1 and ("could not be put back" in reasons) == (kind in LEFT), reasons
 
 
 @pytest.mark.slow
