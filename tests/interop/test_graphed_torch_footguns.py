@@ -630,6 +630,7 @@ def settings() -> Iterator[None]:
     torch._C._set_sdp_priority_order(order)
     backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch._C._set_sm_carveout_experimental(None)
+    torch.set_default_dtype(torch.float32)
     for (each, name), value in zip(held, before, strict=True):
         setattr(each, name, value)
 
@@ -646,6 +647,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "sums in float16": set_to(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
     "sums of attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
     "an order of kernels": lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
+    "the default type": lambda: torch.set_default_dtype(torch.float64),
     "the fast way of encoders": set_to(torch.backends.mha, "_is_fastpath_enabled", False),
     "processors that products leave free": lambda: torch._C._set_sm_carveout_experimental(8),
 }
@@ -1902,29 +1904,15 @@ def test_a_scheduler_that_the_function_steps(make: Any) -> None:
 
 
 @pytest.mark.parametrize("unscaled", [False, True])
-@pytest.mark.parametrize("hold", ["closure", "attribute"])
-def test_a_scaler_of_gradients(make: Any, unscaled: bool, hold: str) -> None:
+def test_a_scaler_of_gradients(make: Any, unscaled: bool) -> None:
     """The capture fails where the scaler reads whether anything overflowed."""
 
     class Scaled:
         def __init__(self) -> None:
             self.training = Training("momentum")
             self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-            scaler, optimizer, model = self.scaler, self.training.optimizer, self.training.model
 
-            def f(x: Any) -> Any:
-                optimizer.zero_grad()
-                loss = model(x).square().sum()
-                scaler.scale(loss).backward()
-                if unscaled:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                return loss.detach()
-
-            self.step = self.of_self if hold == "attribute" else f
-
-        def of_self(self, x: Any) -> Any:
+        def step(self, x: Any) -> Any:
             optimizer = self.training.optimizer
             optimizer.zero_grad()
             loss = self.training.model(x).square().sum()
