@@ -89,9 +89,6 @@ class Walker:
     """A receiver of all that a function uses, in order (`Guards.walk`).  A method that a subclass
     does not define does nothing."""
 
-    def start(self) -> None:
-        """Begins a place of the function, and at the end once the places of called functions."""
-
     def place(self, place: ReadPlace, value: Any) -> None:
         pass
 
@@ -135,8 +132,6 @@ class Seen(NamedTuple):  # made in each call; a dataclass takes twice as long
 
     tokens: tuple[Hashable, ...]
     arrays: list[Any]
-    starts: list[tuple[int, int]]
-    """The numbers of tokens and arrays before each place, and before the called functions."""
 
 
 class Guarded(Watch):
@@ -183,10 +178,6 @@ class Reading(Walker):
         one before."""
         self.tokens: list[Hashable] = []
         self.arrays: list[Any] = []
-        self.starts: list[tuple[int, int]] = []
-
-    def start(self) -> None:
-        self.starts.append((len(self.tokens), len(self.arrays)))
 
     def array(self, path: Trail, array: Any) -> None:
         self.tokens.append(Leaf)  # marks the place: `[array, 2.0]` is not `[2.0, array]`
@@ -229,25 +220,29 @@ class Reading(Walker):
 
 
 class Naming:
-    """Stands for a reading during a walk, and notes of each token the place of its value."""
+    """Stands for a reading during a walk, and notes the places of the values."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self.names: list[str] = []
+        """The place of each token's value."""
+        self.of_arrays: list[str] = []
+        """The place of each array."""
         self.states: list[bool] = []
         """True for the tokens of objects with a state of their own."""
 
     def __getattr__(self, method: str) -> Callable[..., None]:
-        receive, tokens = getattr(self._reading, method), self._reading.tokens
+        receive, reading = getattr(self._reading, method), self._reading
 
         def named(*given: Any) -> None:
-            first = len(tokens)
+            first, arrays = len(reading.tokens), len(reading.arrays)
             receive(*given)
-            count = len(tokens) - first
+            count, more = len(reading.tokens) - first, len(reading.arrays) - arrays
             watch = given[1] if method == "watched" else None
             whole, inner = in_words(given[0]) if count else "", watch.names() if watch else ()
             known = [f"{whole}{name}" for name in inner] if len(inner) == count else None
             self.names += known or [whole] * count
+            self.of_arrays += [whole] * more
             self.states += [_object_of(watch) is not None] * count
 
         return named
@@ -359,7 +354,7 @@ class Guards:
             # Over a set made at once: `_drop` may remove entries while this runs.
             for key in {*self._known} - met:
                 self._known.pop(key, None)
-        return Seen(tuple(reading.tokens), reading.arrays, reading.starts)
+        return Seen(tuple(reading.tokens), reading.arrays)
 
     def walk(self, walker: Walker) -> set[int]:
         """Shows a walker all that the function uses; returns the addresses of the objects met."""
@@ -367,9 +362,7 @@ class Guards:
         for function, _ in self._codes:
             walker.function((function.__name__,), function)
         for place in self.places:
-            walker.start()
             self._visit_place(walker, place, (place.name,), met)
-        walker.start()
         for given in self.given:
             self._visit(walker, (getattr(given, "__name__", "an argument"),), given, 0, met)
             if isinstance(given, type):  # of an argument
@@ -673,15 +666,13 @@ class Guards:
         was made just now."""
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
             return []
-        if len(before.tokens) == len(after.tokens):
-            pairs = zip(self.naming().names, before.tokens, after.tokens, strict=True)
-            found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
-            if found:
-                return found
-        names = [*[place.name for place in self.places], "what it calls"]
-        parts = zip(names, _parts(before), _parts(after), strict=True)
-        changed = [name for name, (a, b), (c, d) in parts if a != c or not same(b, d)]
-        return changed or ["what it uses"]
+        naming = self.naming()
+        pairs = zip(naming.names, before.tokens, after.tokens, strict=False)
+        found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
+        if len(before.tokens) != len(after.tokens):
+            return found[:1] or ["what it uses"]  # the tokens after the first one are shifted
+        arrays = zip(naming.of_arrays, before.arrays, after.arrays, strict=False)
+        return found or [*dict.fromkeys([name for name, one, other in arrays if one is not other])]
 
 
 def _object_of(watch: Watch | None) -> Any:
@@ -785,12 +776,6 @@ def in_words(path: Trail) -> str:
 
 def _itself(value: object) -> object:
     return value
-
-
-def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
-    """Returns the tokens and the arrays of each place."""
-    places = itertools.pairwise([*seen.starts, (len(seen.tokens), len(seen.arrays))])
-    return [(seen.tokens[a:b], seen.arrays[c:d]) for (a, c), (b, d) in places]
 
 
 def contents_of(value: Any) -> Hashable | None:
