@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -694,17 +695,21 @@ def programme(seed: int) -> tuple[str, list[str]]:
     return "\n".join(source), changes
 
 
-def of_one(kind: str) -> tuple[str, list[str]]:
-    """The same with one kind alone."""
+def of_one(kind: str, *, static: bool = False) -> tuple[str, list[str]]:
+    """The same with one kind alone; `static`: held by an argument that is passed as it is."""
     made, read, change = (HOLDERS | ARRAYS).get(kind, HOLDERS["an object"])
-    source, known = [HEAD, made.format(n="H0")], read.format(n="H0")
+    source, known = [HEAD, made.format(n="H0")], read.format(n="given.held" if static else "H0")
     if kind in CALLED:
         around, call = CALLED[kind]
         source.append(around.format(n="C0", e=f"({known})"))
         known = call.format(n="C0")
     line = f"x.line(1.0), {known}.line(2.0)" if kind in ARRAYS else f"[x.line({known})]"
+    changes = [change.format(n="H0", v=value) for value in (1.0, 2.0, 3.0)]
+    if static:
+        source.append(f"S = Space(); S.held = H0\ndef f(x, given):\n    return {line}")
+        return "\n".join(source), [f"{each}\nS.held = H0" for each in changes]
     source.append(f"def f(x):\n    return {line}")
-    return "\n".join(source), [change.format(n="H0", v=value) for value in (1.0, 2.0, 3.0)]
+    return "\n".join(source), changes
 
 
 @contextlib.contextmanager
@@ -720,20 +725,20 @@ def loaded(source: str, lib: Lib) -> Iterator[Any]:
         del sys.modules[module.__name__]
 
 
-def run(lib: Lib, make: Make, seed: int, kind: str | None = None) -> int:
+def run(lib: Lib, make: Make, seed: int, kind: str | None = None, *, static: bool = False) -> int:
     """Runs a program; how many replays there were."""
-    source, changes = programme(seed) if kind is None else of_one(kind)
+    source, changes = programme(seed) if kind is None else of_one(kind, static=static)
     chance = random.Random(seed)
     with loaded(source, lib) as module:
-        step = make(module.f)
-        x = lib.array(np.ones(4))
+        step = make(module.f, static=("given",)) if static else make(module.f)
+        args = [lib.array(np.ones(4)), *([module.S] if static else [])]
         log = []
         for _ in range(14):
             if chance.random() < 0.4:
                 log.append(chance.choice(changes))
                 exec(log[-1], vars(module))
             log.append("f(x)")
-            wanted, found = ([one.numpy() for one in each(x)] for each in (module.f, step))
+            wanted, found = ([one.numpy() for one in each(*args)] for each in (module.f, step))
             assert np.array_equal(wanted, found), "\n".join([source, *log, f"{found}, {wanted}"])
         replays = step.statistics().replays
         step.close()
@@ -748,6 +753,40 @@ def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
 @pytest.mark.parametrize("kind", [*HOLDERS, *ARRAYS, *CALLED])
 def test_each_kind_alone(kind: str, lib: Lib, make: Make) -> None:
     assert run(lib, make, 2, kind)
+
+
+HELD = [
+    kind
+    for kind, (_, read, _) in (HOLDERS | ARRAYS).items()
+    if not re.search(r"[\w']\{n\}|\{n\}[\w']", read)
+]
+"""What is read by one name alone, so that an object can hold it."""
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_each_kind_in_a_static_argument(kind: str, lib: Lib, make: Make) -> None:
+    assert run(lib, make, 2, kind, static=True)
+
+
+def test_static_arguments_of_the_same_content_share_a_graph(lib: Lib, make: Make) -> None:
+    """Identities in them do not count: each request has a cache of its own."""
+
+    class Cache:
+        def __init__(self, start: float) -> None:
+            self.inner = types.SimpleNamespace(lengths=np.ones(2), keys=[lib.array([start] * 4)])
+            self.names = {"a"}
+
+    def f(x: Any, cache: Any) -> Any:
+        assert cache.names
+        return cache.inner.keys[0].shift(float(cache.inner.lengths[0])).line(2.0)
+
+    step = make(f, static=("cache",))
+    for number in range(6):
+        cache = Cache(number)
+        for call in range(1, 4):
+            found = step(lib.array(np.ones(4)), cache).numpy()
+            np.testing.assert_array_equal(found, [2.0 * (number + call)] * 4)
+    assert step.statistics().captures == 1 and step.statistics().rebound == 5, step.explain()
 
 
 LEFT = (

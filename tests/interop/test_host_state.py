@@ -120,8 +120,13 @@ def test_an_attached_array_of_a_capture_that_fails(lib: Lib, make: Make) -> None
     assert lib.captures == 1 and "900" in line.reason and "could not be" not in line.reason
 
 
+Foreign: Any = type("Foreign", (), {"__module__": "numpy"})
+"""A class of a package, whose numbers no key holds."""
+
+
 def test_a_static_argument_is_as_it_was_before_a_capture_that_failed(lib: Lib, make: Make) -> None:
-    cache = types.SimpleNamespace(length=0, keys=ones(lib), of=[{"more": 0}])
+    cache = Foreign()
+    cache.length, cache.keys, cache.of = 0, ones(lib), [{"more": 0}]
 
     def f(x: Array, cache: Any) -> Array:
         cache.length += 1
@@ -168,7 +173,8 @@ def test_each_try_of_a_capture_begins_where_the_first_one_did(
     host_device: Device, make: Make
 ) -> None:
     lib = Twice(host_device)
-    counts = types.SimpleNamespace(calls=0)
+    counts = Foreign()
+    counts.calls = 0
 
     def f(x: Array, given: Any) -> Array:
         given.calls += 1

@@ -339,6 +339,11 @@ class Guards:
         """The attributes that the code names, as far as they have been found."""
         return frozenset(self._named)
 
+    @property
+    def known(self) -> int:
+        """The number of these attributes."""
+        return len(self._named)
+
     def read(self) -> Seen:
         """Reads the values that the function uses now."""
         for function, code in self._codes:
@@ -346,8 +351,8 @@ class Guards:
                 self._look()
                 break
         known = -1
-        while known != len(self._named):  # again if a method named further attributes
-            known = len(self._named)
+        while known != self.known:  # again if a method named further attributes
+            known = self.known
             reading = Reading(self.serial)
             met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most records are not used any more
@@ -381,6 +386,29 @@ class Guards:
                     if not hardly:
                         raise
         return met
+
+    def walk_given(self, walker: Walker, value: Any) -> None:
+        """Shows a walker all that the function may use of an argument that is passed as it is."""
+        self._visit(walker, ("a static argument",), value, 0, _Met())
+
+    def read_given(
+        self,
+        value: Any,
+        arrays: list[Any],
+        make: Callable[[Callable[[object], int]], Reading] = Reading,
+    ) -> list[Hashable]:
+        """Reads such an argument; returns its tokens, and adds those of its arrays to `arrays` that
+        are not there.  Another object with the same content has the same tokens."""
+        known = -1
+        while known != self.known:
+            known, numbers = self.known, dict[int, int]()
+            reading = make(lambda each, n=numbers: n.setdefault(id(each), len(n)))  # type: ignore[misc]
+            self.walk_given(reading, value)
+        places = {id(each): place for place, each in enumerate(arrays)}
+        for each in reading.arrays:
+            if places.setdefault(id(each), len(arrays)) == len(arrays):
+                arrays.append(each)
+        return [*reading.tokens, tuple([places[id(each)] for each in reading.arrays])]
 
     def _visit_place(self, walker: Walker, place: ReadPlace, path: Trail, met: _Met) -> None:
         value = place.read()

@@ -21,12 +21,13 @@ from typing import Any, Protocol, TypeAlias
 
 from ostinato import GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
+from ostinato.interop.reading.arguments import Arguments
 from ostinato.interop.reading.chains import Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
-from ostinato.interop.reading.library import GraphedOptions, Library
+from ostinato.interop.reading.library import Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.reading.places import ReadPlace, of_own_class
+from ostinato.interop.reading.places import ReadPlace, of_package
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import children_of, is_plain, plain_token
 from ostinato.lowlevel import NotLaunched, load_extension
@@ -173,12 +174,12 @@ class Checks:
         self._add("READS", slot, held, reads, values)
 
     # --- the arguments
-    def arguments(self, given: Sequence[tuple[str, Any]], options: GraphedOptions) -> None:
+    def arguments(self, given: Sequence[tuple[str, Any]], subject: Subject) -> None:
         """`given`: the arguments in the order of a call, with the names of their parameters."""
         self._slots = len(given)
         for slot, (name, value) in enumerate(given):
-            if name in options.static:
-                self._static(slot, value)
+            if name in subject.options.static:
+                self._static(slot, value, subject.arguments)
             else:
                 self._argument(slot, value)
 
@@ -211,7 +212,7 @@ class Checks:
         for place, child in enumerate(children):
             self._argument(first + place, child)
 
-    def _static(self, slot: int, value: Any) -> None:
+    def _static(self, slot: int, value: Any, arguments: Arguments) -> None:
         """Checks an argument that is not copied: the same object, with arrays of the same
         signatures.
 
@@ -227,7 +228,7 @@ class Checks:
                 raise Inexpressible
             arrays = []
             self.kind(value)
-            watch = ObjectWatch(value, library, own=of_own_class(value))
+            watch = ObjectWatch(value, library, own=not of_package(value))
             for held in watch.holders:
                 if type(held) is list:
                     self.sequence(held, [*held])
@@ -244,6 +245,9 @@ class Checks:
                 if next(iter(each.others()), None) is not None:
                     raise Inexpressible
                 _note(each, self, [], arrays)
+            guards = arguments.guards_of(value)
+            if guards is not None:
+                guards.read_given(value, arrays, functools.partial(_Noting, self))
         for array in arrays:
             self.statics.append(array)
             self.array(array)
@@ -310,7 +314,7 @@ class _Noting(Reading):
             checks.items(value, children)
         elif kind is OrderedDict:
             checks.reads(value, SameItems(value))
-        elif checks.library.parts(value) is not None:
+        elif kind is not tuple and checks.library.parts(value) is not None:
             raise Inexpressible
         elif dataclasses.is_dataclass(value):
             checks.kind(value)
@@ -552,7 +556,7 @@ def checked(
         note(checks)
         if library.modes() != seen[2] or library.capturing():
             return None
-        checks.arguments(given, options)
+        checks.arguments(given, subject)
         if not same(checks.statics, call.statics) or checks.pointers != subject.pointers(call):
             return None
         if guards is not None and call.seen is not None:
