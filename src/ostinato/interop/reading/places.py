@@ -317,7 +317,9 @@ def of_own_class(value: object) -> bool:
 
 def of_package(value: object) -> bool:
     """True if an object's class belongs to an installed package, as do those that it inherits
-    from."""
+    from; or if it is a module of one."""
+    if isinstance(value, types.ModuleType):
+        return not is_own(value)
     return not (of_own_class(value) or of_standard_library(type(value)))
 
 
