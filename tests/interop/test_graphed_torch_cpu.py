@@ -584,7 +584,8 @@ def test_a_call_in_c_tells_the_graph_where_tensors_lie(
         return change(SimpleNamespace(set=set_argument)) is None
 
     checks = Checks(library)
-    checks.arguments([("x", x)], GraphedOptions())
+    subject: Any = SimpleNamespace(options=GraphedOptions(), arguments=None)
+    checks.arguments([("x", x)], subject)
     way = recheck._extension.Way(  # type: ignore[union-attr]
         *(checks.made(1, ()), lock.acquire, lock.release, weakref.ref(captured), turns, stream),
         *(library.maker(), library.address, library.reader if reads else None, 7),

@@ -3,10 +3,14 @@ plain one gives, whatever was changed between the calls."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import random
+import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +21,22 @@ from tests.interop.library import Lib
 Make = Callable[..., Graphed]
 
 HEAD = """
-import collections, contextvars, dataclasses, enum, functools, os, string, threading, types
-import weakref
+import array, collections, contextvars, ctypes, dataclasses, enum, functools, operator, os, string
+import sys, threading, types, weakref
+from os import getenv
+import numpy as np
+from tests.interop.library import Stateful
 
 class Space: pass
+
+class Holding:
+    def __init__(self): self.c = Space(); self.c.k = 1.0
+    def go(self): return self.c.k
+
+class Keeping:  # under a name that no code has
+    def __set_name__(self, kind, name): self.name = f"_{name}"
+    def __get__(self, value, kind=None): return getattr(value, self.name)
+    def __set__(self, value, given): setattr(value, self.name, given)
 
 def passing_on(function):
     @functools.wraps(function)
@@ -212,6 +228,296 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "object.__getattribute__({n}.a, 'g{n}')",
         "{n}.a.g{n} = {v}",
     ),
+    "an attribute that is named by a text": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.b{n} = 1.0",
+        "getattr({n}.a, 'b{n}', 1.0)",
+        "{n}.a.b{n} = {v}",
+    ),
+    "one of several names": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.s{n} = 1.0\ndef get{n}():\n"
+        "    for name in ('r{n}', 's{n}'):\n        k = getattr({n}.a, name, 1.0)\n    return k",
+        "get{n}()",
+        "{n}.a.s{n} = {v}",
+    ),
+    "a path of names": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.p{n} = 1.0",
+        "operator.attrgetter('a.p{n}')({n})",
+        "{n}.a.p{n} = {v}",
+    ),
+    "an attribute named in a pattern": (
+        "{n} = Space(); {n}.a = Space(); {n}.a.q{n} = 1.0\n"
+        "def get{n}():\n    match {n}.a:\n        case Space(q{n}=k): return k",
+        "get{n}()",
+        "{n}.a.q{n} = {v}",
+    ),
+    "seven objects deep": (
+        "{n} = end{n} = Space(); end{n}.k = 1.0\n"
+        "for _ in range(6): each = Space(); each.a, {n} = {n}, each",
+        "{n}.a.a.a.a.a.a.k",
+        "end{n}.k = {v}",
+    ),
+    "a number deep in tables": (
+        "{n} = {{'m': {{'l': [{{'a': {{'s': [0.0, 1.0]}}}}]}}}}",
+        "{n}['m']['l'][0]['a']['s'][1]",
+        "{n}['m']['l'][0]['a']['s'][1] = {v}",
+    ),
+    "a global that is defined later": (
+        "def {n}(): return later{n} if 'later{n}' in globals() else 1.0",
+        "{n}()",
+        "later{n} = {v}",
+    ),
+    "a global that is named by a text": ("{n} = 1.0", "globals()['{n}']", "{n} = {v}"),
+    "the environment, by os.getenv": (
+        "os.environ['{n}'] = '1.0'",
+        "float(os.getenv('{n}'))",
+        "os.environ['{n}'] = '{v}'",
+    ),
+    "the environment, by getenv": (
+        "os.environ['{n}'] = '1.0'",
+        "float(getenv('{n}'))",
+        "os.environ['{n}'] = '{v}'",
+    ),
+    "an import in a function": (
+        "{n} = types.ModuleType('{n}'); {n}.k = 1.0; sys.modules['alone{n}'] = {n}\n"
+        "def get{n}():\n    from alone{n} import k\n    return k",
+        "get{n}()",
+        "{n}.k = {v}",
+    ),
+    "a function with a cache": (
+        "k{n} = 1.0\n@functools.lru_cache\ndef {n}(): return k{n}",
+        "{n}()",
+        "k{n} = {v}; {n}.cache_clear()",
+    ),
+    "a module in a module": (
+        "{n} = types.ModuleType('{n}'); {n}.a = types.ModuleType('a'); {n}.a.k = 1.0",
+        "{n}.a.k",
+        "{n}.a.k = {v}",
+    ),
+    "a function of a module that is replaced": (
+        "{n} = types.ModuleType('{n}'); {n}.f = lambda: 1.0",
+        "{n}.f()",
+        "{n}.f = lambda: {v}",
+    ),
+    "a set": ("{n} = {{1.0}}", "float([*{n}][0])", "{n}.clear(); {n}.add({v})"),
+    "a deque": ("{n} = collections.deque([1.0])", "{n}[0]", "{n}[0] = {v}"),
+    "a counter": ("{n} = collections.Counter(a=1)", "{n}['a']", "{n}['a'] = int({v})"),
+    "a user's dict": ("{n} = collections.UserDict(a=1.0)", "{n}['a']", "{n}['a'] = {v}"),
+    "a proxy": (
+        "under{n} = {{'a': 1.0}}; {n} = types.MappingProxyType(under{n})",
+        "{n}['a']",
+        "under{n}['a'] = {v}",
+    ),
+    "a list of another class": (
+        "class Of{n}(list): pass\n{n} = Of{n}([1.0])",
+        "{n}[0]",
+        "{n}[0] = {v}",
+    ),
+    "a dict with attributes": (
+        "class Of{n}(dict): __getattr__ = dict.get\n{n} = Of{n}(k=1.0)",
+        "{n}.k",
+        "{n}['k'] = {v}",
+    ),
+    "keys that are objects": (
+        "{n} = {{Space: {{Space: 1.0}}}}",
+        "{n}[Space][Space]",
+        "{n}[Space][Space] = {v}",
+    ),
+    "an order": (
+        "{n} = collections.OrderedDict(a=1.0, b=2.0, c=3.0)",
+        "next(iter({n}.values()))",
+        "{n}.move_to_end(chr(96 + int({v})), last=False)",
+    ),
+    "a view of a dict": (
+        "under{n} = {{'k': 1.0}}; {n} = under{n}.values()",
+        "sum({n})",
+        "under{n}['k'] = {v}",
+    ),
+    "a method of a dict": (
+        "under{n} = {{'k': 1.0}}; {n} = under{n}.get",
+        "{n}('k')",
+        "under{n}['k'] = {v}",
+    ),
+    "a weak proxy": (
+        "strong{n} = Holding(); {n} = weakref.proxy(strong{n})",
+        "{n}.c.k",
+        "strong{n}.c.k = {v}",
+    ),
+    "what an attrgetter reads": (
+        "held{n} = Holding(); {n} = operator.attrgetter('c.k')",
+        "{n}(held{n})",
+        "held{n}.c.k = {v}",
+    ),
+    "what a methodcaller calls": (
+        "held{n} = Holding(); {n} = operator.methodcaller('go')",
+        "{n}(held{n})",
+        "held{n}.c.k = {v}",
+    ),
+    "a keyword of a partial": (
+        "{n} = functools.partial(lambda k: k, k=1.0)",
+        "{n}()",
+        "{n}.keywords.update(k={v})",
+    ),
+    "a list as a default": (
+        "def {n}(k=[1.0]): return k[0]",
+        "{n}()",
+        "{n}.__defaults__[0][0] = {v}",
+    ),
+    "the object of a bound method": (
+        "of{n} = Holding(); {n} = of{n}.go",
+        "{n}()",
+        "of{n}.c.k = {v}",
+    ),
+    "what a method of a base class reads": (
+        "class Of{n}(Holding): pass\n{n} = Of{n}()",
+        "{n}.go()",
+        "{n}.c.k = {v}",
+    ),
+    "what super() reads": (
+        "class Of{n}(Holding):\n    def go(self): return super().go()\n{n} = Of{n}()",
+        "{n}.go()",
+        "{n}.c.k = {v}",
+    ),
+    "a method that another one overrides": (
+        "class Base{n}:\n    def go(self): return 1.0\n"
+        "class Of{n}(Base{n}):\n    def go(self): return super().go()\n{n} = Of{n}()",
+        "{n}.go()",
+        "Base{n}.go = lambda self: {v}",
+    ),
+    "an attribute of an object's class": (
+        "class Of{n}:\n    k = 1.0\n    def go(self): return self.k\n{n} = Of{n}()",
+        "{n}.k * {n}.go()",
+        "Of{n}.k = {v}",
+    ),
+    "a table of an object's class": (
+        "class Of{n}: k = {{'a': 1.0}}\n{n} = Of{n}()",
+        "{n}.k['a']",
+        "Of{n}.k['a'] = {v}",
+    ),
+    "an attribute of a record's class": (
+        "@dataclasses.dataclass\nclass Of{n}:\n    a: int\n    k = 1.0\n{n} = Of{n}(0)",
+        "{n}.k",
+        "Of{n}.k = {v}",
+    ),
+    "another class": (
+        "class {n}: k = 1.0",
+        "{n}.k",
+        "{n} = type('Other', (), {{'k': {v}}})",
+    ),
+    "a class that was made of a text": (
+        "made{n} = {{}}; exec('class Made: pass', made{n}); {n} = made{n}['Made'](); {n}.k = 1.0",
+        "{n}.k",
+        "{n}.k = {v}",
+    ),
+    "behind a property": (
+        "class Of{n}:\n    def __init__(self): self.inner = {{'k': 1.0}}\n    @property\n"
+        "    def k(self): return self.inner['k']\n{n} = Of{n}()",
+        "{n}.k",
+        "{n}.inner['k'] = {v}",
+    ),
+    "behind a mapping": (
+        "class Of{n}:\n    def __init__(self): self.held = {{'k': 1.0}}\n"
+        "    def __getitem__(self, key): return self.held[key]\n{n} = Of{n}()",
+        "{n}['k']",
+        "{n}.held['k'] = {v}",
+    ),
+    "a private slot": (
+        "class Of{n}:\n    __slots__ = ('__k',)\n    def put(self, v): self.__k = v\n"
+        "    def get(self): return self.__k\n{n} = Of{n}(); {n}.put(1.0)",
+        "{n}.get()",
+        "{n}.put({v})",
+    ),
+    "what a descriptor keeps": (
+        "class Of{n}: k = Keeping()\n{n} = Space(); {n}.a = Of{n}(); {n}.a.k = 1.0",
+        "{n}.a.k",
+        "{n}.a.k = {v}",
+    ),
+    "numbers of NumPy": ("{n} = np.array([1.0])", "float({n}[0])", "{n}[0] = {v}"),
+    "an array of another class": (
+        "class Of{n}(np.ndarray): pass\n{n} = np.array([1.0]).view(Of{n})",
+        "float({n}[0])",
+        "{n}[0] = {v}",
+    ),
+    "an attribute of an array": (
+        "class Of{n}(np.ndarray): pass\n"
+        "{n} = np.array([1.0]).view(Of{n}); {n}.a = Space(); {n}.a.k = 1.0",
+        "{n}.a.k",
+        "{n}.a.k = {v}",
+    ),
+    "a masked array": (
+        "{n} = np.ma.array([1.0, 1.0, 1.0])",
+        "float({n}.sum())",
+        "{n}.mask = [i >= {v} for i in range(3)]",
+    ),
+    "a row of an array": (
+        "{n} = np.zeros(1, [('k', np.float32)])[0]; {n}['k'] = 1.0",
+        "float({n}['k'])",
+        "{n}['k'] = {v}",
+    ),
+    "an array of numbers": ("{n} = array.array('d', [1.0])", "{n}[0]", "{n}[0] = {v}"),
+    "a view of memory": (
+        "{n} = memoryview(array.array('d', [1.0]))",
+        "{n}[0]",
+        "{n}[0] = {v}",
+    ),
+    "bytes": ("{n} = bytearray(b'\\1')", "float({n}[0])", "{n}[0] = int({v})"),
+    "a number of C": ("{n} = ctypes.c_float(1.0)", "{n}.value", "{n}.value = {v}"),
+    "an index of C": (
+        "class Of{n}(ctypes.c_int64):\n    def __index__(self): return self.value\n"
+        "{n} = Of{n}(1 << 40)",
+        "float({n}.value % 7)",
+        "{n}.value = int({v})",
+    ),
+    "a structure of C": (
+        "class Of{n}(ctypes.Structure): _fields_ = [('k', ctypes.c_float)]\n{n} = Of{n}(1.0)",
+        "{n}.k",
+        "{n}.k = {v}",
+    ),
+    "an attribute of a structure of C": (
+        "class Of{n}(ctypes.Structure): _fields_ = [('k', ctypes.c_float)]\n"
+        "{n} = Of{n}(1.0); {n}.a = Space(); {n}.a.t = 1.0",
+        "{n}.a.t",
+        "{n}.a.t = {v}",
+    ),
+    "a number in a state": (
+        "{n} = Stateful(groups=[{{'lr': 1.0, 'betas': (0.5, 0.25)}}])",
+        "{n}.groups[0]['lr']",
+        "{n}.groups[0]['lr'] = {v}",
+    ),
+    "a number of another type in a state": (
+        "{n} = Stateful(k=1.0)",
+        "({n}.k if type({n}.k) is float else 2 * {n}.k)",
+        "{n}.k = {{1.0: 1.0, 2.0: True, 3.0: 3.0}}[{v}]",
+    ),
+    "a tuple in a state": (
+        "{n} = Stateful(betas=(0.5, 1.0))",
+        "{n}.betas[1]",
+        "{n}.betas = (0.5, {v})",
+    ),
+    "a hidden object in a state": (
+        "{n} = Stateful(_hidden=Space()); {n}._hidden.k = 1.0",
+        "{n}._hidden.k",
+        "{n}._hidden.k = {v}",
+    ),
+    "another object in a state": (
+        "{n} = Stateful(_hidden=Space()); {n}._hidden.k = 1.0",
+        "{n}._hidden.k",
+        "{n}._hidden = Space(); {n}._hidden.k = {v}",
+    ),
+    "another list in a state": (
+        "{n} = Stateful(groups=[1.0])",
+        "{n}.groups[0]",
+        "{n}.groups = [{v}]",
+    ),
+    "a set in a state": (
+        "{n} = Stateful(names={{1}})",
+        "float([*{n}.names][0])",
+        "{n}.names.clear(); {n}.names.add(int({v}))",
+    ),
+    "hooks in a state": (
+        "{n} = Stateful(hooks=collections.OrderedDict(a=len))",
+        "float(len({n}.hooks))",
+        "{n}.hooks.clear(); {n}.hooks.update(dict.fromkeys('abc'[:int({v})], len))",
+    ),
 }
 """How something is made that holds a number, how it is read, and how it is changed."""
 
@@ -228,6 +534,33 @@ ARRAYS: dict[str, tuple[str, str, str]] = {
         "{n}[1].w[0]",
         "{n}[1].w[0] = LIB.array([{v}] * 4)",
     ),
+    "an array deep in tables": (
+        "{n} = {{'m': {{'l': [{{'a': {{'w': LIB.array([1.0] * 4)}}}}]}}}}",
+        "{n}['m']['l'][0]['a']['w']",
+        "{n}['m']['l'][0]['a']['w'] = LIB.array([{v}] * 4)",
+    ),
+    "an array and a number in turns": (
+        "{n} = [LIB.array([1.0] * 4), 2.0]",
+        "({n}[0] if type({n}[0]) is not float else {n}[1].line(5.0))",
+        "{n}.reverse()",
+    ),
+    "an array in another attribute": (
+        "class Of{n}: __slots__ = ('one', 'two')\n"
+        "{n} = Of{n}(); {n}.one, {n}.two = LIB.array([1.0] * 4), 2.0",
+        "({n}.one if type({n}.one) is not float else {n}.two.line(5.0))",
+        "{n}.one, {n}.two = {n}.two, {n}.one",
+    ),
+    "an array in a state": (
+        "w{n} = LIB.array([1.0] * 4); {n} = Stateful(held=collections.defaultdict(dict))\n"
+        "{n}.held[w{n}]['m'] = LIB.array([1.0] * 4)",
+        "{n}.held[w{n}]['m']",
+        "{n}.held[w{n}]['m'] = LIB.array([{v}] * 4)",
+    ),
+    "a key in a state": (
+        "{n} = Stateful(held={{LIB.array([1.0] * 4): 1}})",
+        "[*{n}.held][0]",
+        "{n}.held = {{LIB.array([{v}] * 4): 1}}",
+    ),
     "an array in a set": (
         "{n} = {{Space()}}\nfor each in {n}: each.w = LIB.array([1.0] * 4)",
         "[*{n}][0].w",
@@ -241,6 +574,10 @@ CALLED: dict[str, tuple[str, str]] = {
     "a decorated function": ("@passing_on\ndef {n}():\n    return {e}", "{n}()"),
     "a function in a function": (
         "def {n}():\n    def inner():\n        return {e}\n    return inner()",
+        "{n}()",
+    ),
+    "a helper of a helper": (
+        "def inner{n}():\n    return {e}\ndef {n}():\n    return inner{n}()",
         "{n}()",
     ),
     "a comprehension": ("def {n}():\n    return [{e} for _ in range(1)][0]", "{n}()"),
@@ -324,6 +661,18 @@ CALLED: dict[str, tuple[str, str]] = {
 """How something is made that is called for an expression, and how."""
 
 
+FORMS = [
+    "",
+    "f = passing_on(f)",
+    "f = functools.partial(f)",
+    "class Of:\n    def __init__(self, f): self.f = f\n"
+    "    def __call__(self, x): return self.f(x)\nf = Of(f)",
+    "class Of:\n    def __init__(self, f): self.f = f\n"
+    "    def go(self, x): return self.f(x)\nf = Of(f).go",
+]
+"""What is made of the function before it is graphed."""
+
+
 def programme(seed: int) -> tuple[str, list[str]]:
     """The source of a module with a function `f`, and statements that change what it uses."""
     chance = random.Random(seed)
@@ -342,46 +691,58 @@ def programme(seed: int) -> tuple[str, list[str]]:
         known[place] = call.format(n=f"C{number}")
     *scales, array = known
     source.append(f"def f(x):\n    return x.line({' + '.join(scales)}), {array}.line(2.0)")
+    source.append(chance.choice(FORMS))
     return "\n".join(source), changes
 
 
-def of_one(kind: str) -> tuple[str, list[str]]:
-    """The same with one kind alone."""
+def of_one(kind: str, *, static: bool = False) -> tuple[str, list[str]]:
+    """The same with one kind alone; `static`: held by an argument that is passed as it is."""
     made, read, change = (HOLDERS | ARRAYS).get(kind, HOLDERS["an object"])
-    source, known = [HEAD, made.format(n="H0")], read.format(n="H0")
+    source, known = [HEAD, made.format(n="H0")], read.format(n="given.held" if static else "H0")
     if kind in CALLED:
         around, call = CALLED[kind]
         source.append(around.format(n="C0", e=f"({known})"))
         known = call.format(n="C0")
     line = f"x.line(1.0), {known}.line(2.0)" if kind in ARRAYS else f"[x.line({known})]"
+    changes = [change.format(n="H0", v=value) for value in (1.0, 2.0, 3.0)]
+    if static:
+        source.append(f"S = Space(); S.held = H0\ndef f(x, given):\n    return {line}")
+        return "\n".join(source), [f"{each}\nS.held = H0" for each in changes]
     source.append(f"def f(x):\n    return {line}")
-    return "\n".join(source), [change.format(n="H0", v=value) for value in (1.0, 2.0, 3.0)]
+    return "\n".join(source), changes
 
 
-def run(lib: Lib, make: Make, seed: int, kind: str | None = None) -> int:
-    """Runs a program; how many replays there were."""
-    source, changes = programme(seed) if kind is None else of_one(kind)
-    chance = random.Random(seed)
-    module = types.ModuleType(f"programme_{seed}")
+@contextlib.contextmanager
+def loaded(source: str, lib: Lib) -> Iterator[Any]:
+    """A module of a program."""
+    module: Any = types.ModuleType("programme")
     sys.modules[module.__name__] = module
-    vars(module)["LIB"] = lib
+    module.LIB = lib
     try:
         exec(source, vars(module))
-        step = make(module.f)
-        x = lib.array(np.ones(4))
+        yield module
+    finally:
+        del sys.modules[module.__name__]
+
+
+def run(lib: Lib, make: Make, seed: int, kind: str | None = None, *, static: bool = False) -> int:
+    """Runs a program; how many replays there were."""
+    source, changes = programme(seed) if kind is None else of_one(kind, static=static)
+    chance = random.Random(seed)
+    with loaded(source, lib) as module:
+        step = make(module.f, static=("given",)) if static else make(module.f)
+        args = [lib.array(np.ones(4)), *([module.S] if static else [])]
         log = []
         for _ in range(14):
             if chance.random() < 0.4:
                 log.append(chance.choice(changes))
                 exec(log[-1], vars(module))
             log.append("f(x)")
-            wanted, found = ([one.numpy() for one in each(x)] for each in (module.f, step))
+            wanted, found = ([one.numpy() for one in each(*args)] for each in (module.f, step))
             assert np.array_equal(wanted, found), "\n".join([source, *log, f"{found}, {wanted}"])
         replays = step.statistics().replays
         step.close()
         return replays
-    finally:
-        del sys.modules[module.__name__]
 
 
 def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
@@ -392,6 +753,85 @@ def test_random_programs_of_what_a_function_uses(lib: Lib, make: Make) -> None:
 @pytest.mark.parametrize("kind", [*HOLDERS, *ARRAYS, *CALLED])
 def test_each_kind_alone(kind: str, lib: Lib, make: Make) -> None:
     assert run(lib, make, 2, kind)
+
+
+HELD = [
+    kind
+    for kind, (_, read, _) in (HOLDERS | ARRAYS).items()
+    if not re.search(r"[\w']\{n\}|\{n\}[\w']", read)
+]
+"""What is read by one name alone, so that an object can hold it."""
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_each_kind_in_a_static_argument(kind: str, lib: Lib, make: Make) -> None:
+    assert run(lib, make, 2, kind, static=True)
+
+
+def test_static_arguments_of_the_same_content_share_a_graph(lib: Lib, make: Make) -> None:
+    """Identities in them do not count: each request has a cache of its own."""
+
+    class Cache:
+        def __init__(self, start: float) -> None:
+            self.inner = types.SimpleNamespace(lengths=np.ones(2), keys=[lib.array([start] * 4)])
+            self.names = {"a"}
+
+    def f(x: Any, cache: Any) -> Any:
+        assert cache.names
+        return cache.inner.keys[0].shift(float(cache.inner.lengths[0])).line(2.0)
+
+    step = make(f, static=("cache",))
+    for number in range(6):
+        cache = Cache(number)
+        for call in range(1, 4):
+            found = step(lib.array(np.ones(4)), cache).numpy()
+            np.testing.assert_array_equal(found, [2.0 * (number + call)] * 4)
+    assert step.statistics().captures == 1 and step.statistics().rebound == 5, step.explain()
+
+
+LEFT = (
+    *("code", "a context variable", "a masked array", "a row of an array", "a view of memory"),
+    *("the environment", "the environment, by os.getenv", "the environment, by getenv"),
+)
+"""What cannot be put back."""
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_capture_that_fails_leaves_nothing(kind: str, lib: Lib, make: Make) -> None:
+    """The function notes that it was entered, and is left again unless it fails meanwhile; it
+    raises if it was not left."""
+    made, read, change = [each.format(n="H0", v="{v}") for each in HOLDERS[kind]]
+    before, inside = (change.replace("{v}", value) for value in ("1.0", "2.0"))
+    names = {
+        node.id
+        for node in ast.walk(ast.parse(inside))
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    source = f"""{HEAD}
+{made}
+def f(x):
+    global {", ".join(sorted({"_", *names}))}
+    if {read} != FIRST: raise RuntimeError("it was entered twice")
+    {inside}
+    by = float(x.numpy()[0])  # waits, which no capture may
+    {before}
+    return x.line(by)
+"""
+    with loaded(source, lib) as module:
+        exec(before, vars(module))
+        module.FIRST = eval(read, vars(module))
+        step = make(module.f)
+        for number in range(5):
+            x = lib.array(np.full(4, float(number)))
+            if kind in LEFT and number:
+                with pytest.raises(RuntimeError, match="entered twice"):
+                    for _ in range(2):  # the capture, and an eager call
+                        step(x)
+                break
+            np.testing.assert_array_equal(step(x).numpy(), [float(number**2)] * 4)
+            assert eval(read, vars(module)) == module.FIRST
+    reasons = str([line.reason for line in step.statistics().keys])
+    assert lib.captures <= 1 and ("could not be put back" in reasons) == (kind in LEFT), reasons
 
 
 @pytest.mark.slow

@@ -54,12 +54,6 @@ def check(step: Graphed, lib: Lib, start: float) -> None:
     np.testing.assert_array_equal(step(lib.array(numbers(start))).numpy(), 2 * numbers(start))
 
 
-def test_which_way(lib: Lib, make: Any, request: pytest.FixtureRequest) -> None:
-    way = heated(make(double), lib)
-    inside = request.node.callspec.params["make"] == "inside"
-    assert (type(way).__name__ == "Way") == inside
-
-
 def test_counts_and_times(lib: Lib, make: Any) -> None:
     step, began = make(double), time.perf_counter()
     heated(step, lib)

@@ -143,7 +143,7 @@ class Graphed(Guarded, Closeable):
             name,
             library,
             options,
-            Arguments(function, name, library, options),
+            Arguments(function, name, library, options, guards),
             self._guards,
             guards,
             Turns(library),
@@ -512,12 +512,13 @@ class Graphed(Guarded, Closeable):
         library, guards = self._library, self._guards
         modes = library.modes()  # first: it raises in modes in which arrays cannot be inspected
         tokens, given = self._subject.arguments.key(args, kwargs)
-        given.tokens, given.keyed = tokens, True
         used: tuple[Hashable, ...] = ()
         if guards is not None:
             guards.given = [*code_in(tokens)] if len(tokens) > len(given.leaves) else ()
-            seen = given.seen = guards.read()
-            arrays = seen.arrays
+            known, seen = guards.known, guards.read()
+            if guards.known != known:  # of static arguments more is read from now on
+                tokens, given = self._subject.arguments.key(args, kwargs)
+            given.seen, arrays = seen, seen.arrays
             try:
                 pointers = [*map(library.address, arrays)]
             except Exception as error:  # an array without memory of its own: a sparse one
@@ -531,7 +532,7 @@ class Graphed(Guarded, Closeable):
                 self._set_hot()
             live = library.live()
             used = seen.tokens, self._shape, live and tuple(map(live, arrays))
-        given.epoch = self._epoch
+        given.tokens, given.keyed, given.epoch = tokens, True, self._epoch
         return (*tokens, *used, modes), given
 
     def _line(self, key: Hashable, given: ReadCall) -> Line:
@@ -592,7 +593,7 @@ class Graphed(Guarded, Closeable):
         a learning rate."""
         if self._guards is None or places[0] < len(given.tokens):
             return False
-        states = self._guards.states()
+        states = self._guards.naming().states
         if not all(states[place - len(given.tokens)] for place in places):
             return False
         if not self._step_in_python():
@@ -610,7 +611,9 @@ class Graphed(Guarded, Closeable):
         these."""
         subject, first = self._subject, len(given.tokens)
         owners = subject.arguments.owners(given) if places[0] < first else []
-        inside = self._guards.names() if self._guards is not None and places[-1] >= first else []
+        inside = (
+            self._guards.naming().names if self._guards is not None and places[-1] >= first else []
+        )
         arguments = {*[owners[place] for place in places if place < first]}
         used = [*dict.fromkeys([inside[place - first] for place in places if place >= first])]
         words = [subject.arguments.words(given, arguments), *[f"{name}=…" for name in used[:MOST]]]

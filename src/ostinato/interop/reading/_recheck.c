@@ -32,10 +32,49 @@ enum {
     CALLS,      /* each key, a function without arguments, returns its value */
     ADDRESSES,  /* the subject, a function, returns for each key its value */
     WORDS,      /* the subject, a Reader as a tuple, reads for each key its value */
-    UNPACK,     /* a tuple or a list (values[0]) of `count` values; they go into the next slots */
+    UNPACK,     /* a tuple or a list of as many values as keys; they go into the next slots */
     UNPACK_DICT, /* a dict with exactly these keys, in order; its values go into the next slots */
     LEAF,       /* always holds; the subject belongs to the result of `match` */
     OPERATIONS
+};
+
+/* What a check has: values, one value, keys, keys that are texts or dicts, a slot, slots for
+ * further values, a dict or a list as its object, and words. */
+enum {
+    VALUES = 1,
+    ONE = 2 | VALUES,
+    KEYS = 4,
+    TEXTS = 8 | KEYS,
+    DICTS = 16 | KEYS,
+    SLOT = 32,
+    INTO = 64 | SLOT,
+    OF_DICT = 128,
+    OF_LIST = 256,
+    COUNTED = 512,
+};
+
+static const struct {
+    const char *name;
+    int parts;
+} operations[OPERATIONS] = {
+    [TYPE] = {"TYPE", ONE | SLOT},
+    [TYPES] = {"TYPES", KEYS | VALUES},
+    [IS] = {"IS", ONE},
+    [EQUAL] = {"EQUAL", ONE},
+    [READS] = {"READS", KEYS | VALUES},
+    [ATTRIBUTES] = {"ATTRIBUTES", TEXTS | VALUES},
+    [DICT] = {"DICT", ONE},
+    [ITEMS] = {"ITEMS", KEYS | VALUES},
+    [KINDS] = {"KINDS", KEYS | VALUES},
+    [LOOKUP] = {"LOOKUP", TEXTS | VALUES | OF_DICT | COUNTED},
+    [SEQUENCE] = {"SEQUENCE", VALUES | OF_LIST},
+    [SIZE] = {"SIZE", DICTS},
+    [CALLS] = {"CALLS", KEYS | VALUES | COUNTED},
+    [ADDRESSES] = {"ADDRESSES", KEYS | VALUES},
+    [WORDS] = {"WORDS", KEYS | VALUES | COUNTED},
+    [UNPACK] = {"UNPACK", KEYS | INTO},
+    [UNPACK_DICT] = {"UNPACK_DICT", KEYS | INTO},
+    [LEAF] = {"LEAF", SLOT},
 };
 
 enum { MOST_SLOTS = 64 };
@@ -49,7 +88,8 @@ typedef struct {
 
 typedef struct {
     int operation, slot; /* slot: -1 if the subject is `object` */
-    PyObject *object, **key, **value;
+    PyObject *object;
+    PyObject **key, **value; /* arrays in one allocation, which begins at `key` */
     Py_ssize_t count, next;
     size_t *word;     /* LOOKUP: the position of each item, for PyDict_Next.  WORDS: the values.
                        * CALLS: the C function of each built-in one, or 0 */
@@ -63,7 +103,6 @@ typedef struct {
     PyObject *names; /* names of the keyword arguments, in order */
     PyObject *given; /* the tuple of checks, which owns all objects in `checks` */
     Check *checks;
-    void *words;     /* the allocation that `key`, `value` and `word` of all checks point into */
 } Recheck;
 
 static int
@@ -220,7 +259,7 @@ static int
 unpack(const Check *check, PyObject *from, PyObject **slots)
 {
     int listed = PyList_Check(from);
-    if ((PyObject *)Py_TYPE(from) != check->value[0] ||
+    if (!(listed || PyTuple_Check(from)) ||
         (listed ? PyList_Size(from) : PyTuple_Size(from)) != check->count)
         return 0;
     for (Py_ssize_t i = 0; i < check->count; i++)
@@ -424,12 +463,13 @@ static int
 recheck_clear(PyObject *op)
 {
     Recheck *self = (Recheck *)op;
+    Py_ssize_t count = self->count;
     self->count = self->leaves = 0; /* first: a finalizer below may run any code */
     self->positional = -1;          /* so that no call matches */
+    for (Py_ssize_t i = 0; i < count; i++)
+        PyMem_Free(self->checks[i].key);
     PyMem_Free(self->checks);
-    PyMem_Free(self->words);
     self->checks = NULL;
-    self->words = NULL;
     Py_CLEAR(self->names);
     Py_CLEAR(self->given);
     return 0;
@@ -448,48 +488,26 @@ dealloc(PyObject *op)
 
 /* True if the numbers and types of a check are such that `holds` cannot read out of bounds. */
 static int
-is_sound(const Check *check, Py_ssize_t keys, Py_ssize_t values, Py_ssize_t slots)
+is_sound(const Check *check, PyObject *keys, PyObject *values, Py_ssize_t slots)
 {
-    Py_ssize_t count = check->count;
-    if (check->slot >= slots || check->slot < -1 || count < 0)
+    if (check->operation < 0 || check->operation >= OPERATIONS)
         return 0;
-    switch (check->operation) {
-    case TYPE:
-    case IS:
-    case EQUAL:
-    case DICT:
-        return values == 1;
-    case TYPES:
-    case READS:
-    case ADDRESSES:
-    case CALLS:
-    case ITEMS:
-    case KINDS:
-    case WORDS:
-        return keys == count && values == count;
-    case ATTRIBUTES:
-    case LOOKUP:
-        for (Py_ssize_t i = 0; i < keys; i++)
-            if (!PyUnicode_CheckExact(check->key[i]))
-                return 0;
-        return keys == count && values == count &&
-               (check->operation == ATTRIBUTES || (check->slot < 0 && is_dict(check->object)));
-    case SEQUENCE:
-        return values == count && check->slot < 0 && PyList_Check(check->object);
-    case SIZE:
-        for (Py_ssize_t i = 0; i < keys; i++)
-            if (!PyDict_Check(check->key[i]))
-                return 0;
-        return keys == count;
-    case UNPACK:
-        return values == 1 && check->next >= 0 && count <= slots - check->next &&
-               (check->value[0] == (PyObject *)&PyTuple_Type ||
-                check->value[0] == (PyObject *)&PyList_Type);
-    case UNPACK_DICT:
-        return keys == count && check->next >= 0 && count <= slots - check->next;
-    default:
-        return check->operation == LEAF && check->slot >= 0;
+    int parts = operations[check->operation].parts, held = check->slot < 0;
+    if (check->slot >= slots || check->slot < (parts & SLOT ? 0 : -1) ||
+        PyTuple_Size(keys) != (parts & KEYS ? check->count : 0) ||
+        PyTuple_Size(values) != (parts & VALUES ? check->count : 0) ||
+        ((parts & ONE) == ONE && check->count != 1) ||
+        ((parts & INTO) == INTO && (check->next < 0 || check->count > slots - check->next)) ||
+        ((parts & OF_DICT) && !(held && is_dict(check->object))) ||
+        ((parts & OF_LIST) && !(held && PyList_Check(check->object))))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_Size(keys); i++) {
+        PyObject *key = PyTuple_GetItem(keys, i);
+        if (((parts & TEXTS) == TEXTS && !PyUnicode_CheckExact(key)) ||
+            ((parts & DICTS) == DICTS && !PyDict_Check(key)))
+            return 0;
     }
+    return 1;
 }
 
 /* Fills `word` with the C functions of the built-in functions without arguments. */
@@ -548,59 +566,48 @@ are_words(Check *check)
 
 /* Reads a check from its tuple.  Returns 0 with an exception set if it is not sound. */
 static int
-take_check(Check *check, PyObject *one, PyObject ***words, Py_ssize_t slots)
+take_check(Check *check, PyObject *one, Py_ssize_t slots)
 {
     PyObject *keys, *values;
     if (!PyTuple_Check(one)) {
         PyErr_SetString(PyExc_TypeError, "a check must be a tuple");
         return 0;
     }
-    if (!PyArg_ParseTuple(one, "iiOO!O!nn", &check->operation, &check->slot, &check->object,
-                          &PyTuple_Type, &keys, &PyTuple_Type, &values, &check->count,
-                          &check->next))
+    if (!PyArg_ParseTuple(one, "iiOO!O!n", &check->operation, &check->slot, &check->object,
+                          &PyTuple_Type, &keys, &PyTuple_Type, &values, &check->next))
         return 0;
     Py_ssize_t known = PyTuple_Size(keys), found = PyTuple_Size(values);
-    check->key = *words;
+    check->count = known > found ? known : found;
+    if (!is_sound(check, keys, values, slots)) {
+        PyErr_SetString(PyExc_ValueError, "a check has wrong numbers or types");
+        return 0;
+    }
+    int counted = operations[check->operation].parts & COUNTED;
+    size_t words = (size_t)(known + found + (counted ? known : 0) + 1);
+    check->key = PyMem_Calloc(words, sizeof *check->key);
+    if (check->key == NULL) {
+        PyErr_NoMemory();
+        return 0;
+    }
     check->value = check->key + known;
-    *words = check->value + found;
+    check->word = (size_t *)(check->value + found);
     for (Py_ssize_t i = 0; i < known; i++)
         check->key[i] = PyTuple_GetItem(keys, i);
     for (Py_ssize_t i = 0; i < found; i++)
         check->value[i] = PyTuple_GetItem(values, i);
-    if (!is_sound(check, known, found, slots)) {
-        PyErr_SetString(PyExc_ValueError, "a check has wrong numbers or types");
-        return 0;
-    }
-    check->word = (size_t *)*words;
-    if (check->operation == LOOKUP || check->operation == CALLS || check->operation == WORDS)
-        *words += known;
     if (check->operation == CALLS)
         find_functions(check);
-    if (check->operation == WORDS) {
-        if (!take_reader(check->object, &check->reader))
-            return 0;
-        if (!are_words(check)) {
-            PyErr_SetString(PyExc_ValueError, "an address is not an int of one word");
-            return 0;
-        }
-    }
     if (check->operation == LOOKUP)
         find_places(check);
-    return 1;
-}
-
-/* An upper bound of the number of words that `take_check` fills for all checks. */
-static Py_ssize_t
-words_of(PyObject *list)
-{
-    Py_ssize_t words = 1;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(list); i++) {
-        PyObject *one = PyTuple_GetItem(list, i);
-        for (Py_ssize_t j = 3; PyTuple_Check(one) && j < 5 && j < PyTuple_Size(one); j++)
-            if (PyTuple_Check(PyTuple_GetItem(one, j)))
-                words += (5 - j) * PyTuple_Size(PyTuple_GetItem(one, j));
+    if (check->operation != WORDS)
+        return 1;
+    if (!take_reader(check->object, &check->reader))
+        return 0;
+    if (!are_words(check)) {
+        PyErr_SetString(PyExc_ValueError, "an address is not an int of one word");
+        return 0;
     }
-    return words;
+    return 1;
 }
 
 static PyObject *
@@ -626,18 +633,16 @@ recheck_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->names = Py_NewRef(names);
     self->given = Py_NewRef(list);
     self->checks = PyMem_Calloc((size_t)count + 1, sizeof(Check));
-    self->words = PyMem_Calloc((size_t)words_of(list), sizeof(PyObject *));
-    if (self->checks == NULL || self->words == NULL) {
+    if (self->checks == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    PyObject **left = self->words;
     for (Py_ssize_t i = 0; i < count; i++) {
-        if (!take_check(self->checks + i, PyTuple_GetItem(list, i), &left, slots)) {
+        self->count = i + 1;
+        if (!take_check(self->checks + i, PyTuple_GetItem(list, i), slots)) {
             Py_DECREF(self);
             return NULL;
         }
-        self->count = i + 1;
         self->leaves += self->checks[i].operation == LEAF;
     }
     return (PyObject *)self;
@@ -653,7 +658,7 @@ static PyMethodDef recheck_methods[] = {
 static PyType_Slot recheck_slots[] = {
     {Py_tp_doc, "Recheck(positional, names, slots, checks)\n--\n\n"
                 "The checks of one call, to compare later calls with it.  A check: "
-                "(operation, slot, object, keys, values, count, next slot)."},
+                "(operation, slot, object, keys, values, next slot)."},
     {Py_tp_new, recheck_new},
     {Py_tp_dealloc, dealloc},
     {Py_tp_traverse, recheck_traverse},
@@ -671,10 +676,10 @@ static PyType_Spec recheck_spec = {
 
 /* ------------------------------------------------------------------------------------------ Way
  *
- * Makes a whole call by the short way, for a graph whose nodes copy its arrays.  Way calls only
- * objects that `recheck.py` passed to it, with the lock of the graphed function held. */
+ * Makes a whole call by the short way.  Way calls only objects that `recheck.py` passed to it, with
+ * the lock of the graphed function held. */
 
-enum { MOST_WORDS = 32, TIMED = 16 };
+enum { MOST_WORDS = 32, TIMED = 16 }; /* MOST_WORDS: of a first node that copies arrays */
 
 typedef struct {
     PyObject_HEAD
@@ -684,8 +689,9 @@ typedef struct {
     PyObject *turns, *stream;      /* `turns.take()` is called unless `turns.last` is the stream */
     PyObject *maker, *address;
     PyObject *reader;              /* a Reader as a tuple, faster than `address`; or None */
-    PyObject *node;                /* index of the graph's first node, which copies the inputs */
-    PyObject *replay, *name;
+    PyObject *node;                /* index of the graph's first node, which copies the arrays; or
+                                    * None: `replay` has them copied */
+    PyObject *replay, *name;       /* name: None if `replay` takes the arrays */
     PyObject *missed;              /* the result if the call does not match */
     PyObject *timed;               /* called with the seconds of every TIMED-th call */
     PyObject *written;             /* bytes: begin and end address of each range that is written */
@@ -711,7 +717,7 @@ static int
 add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
 {
     Py_ssize_t count = PyList_Size(arrays);
-    if (count < 0 || *used + count > MOST_WORDS) {
+    if (count < 0 || *used + count > MOST_SLOTS) {
         if (count >= 0)
             PyErr_SetString(PyExc_ValueError, "too many arrays");
         return 0;
@@ -779,27 +785,33 @@ new_outputs(Way *self, PyObject *captured)
     return made;
 }
 
-/* Launches the graph with the addresses of its inputs and outputs.  Returns 1, 0 if the graph is
- * gone, or -1 with an exception set. */
-static int
-way_launch(Way *self, const uint64_t *words, Py_ssize_t used)
+/* Launches the graph with the addresses of its inputs and outputs.  Returns the values that the host
+ * has read in it, as a list, or None; `missed` if the graph is gone; NULL with an exception set. */
+static PyObject *
+way_launch(Way *self, const uint64_t *words, Py_ssize_t used, PyObject *captured, PyObject *leaves,
+           PyObject *made)
 {
     /* Of an outer call: a finalizer may have made this one. */
     PyObject *before = self->bytes;
     Py_ssize_t used_before = self->used;
     PyObject *bytes = PyBytes_FromStringAndSize((char *)words, MOST_WORDS * sizeof *words);
+    PyObject *answer = NULL;
     self->bytes = bytes;
     self->used = used;
-    PyObject *answer = bytes == NULL
-                           ? NULL
-                           : PyObject_CallFunctionObjArgs(self->replay, self->name, self->stream,
-                                                          (PyObject *)self, NULL);
+    if (bytes != NULL)
+        answer = self->name == Py_None
+                     ? PyObject_CallFunctionObjArgs(self->replay, captured, (PyObject *)self, leaves,
+                                                    made, NULL)
+                     : PyObject_CallFunctionObjArgs(self->replay, self->name, self->stream,
+                                                    (PyObject *)self, NULL);
     self->bytes = before;
     self->used = used_before;
     Py_XDECREF(bytes);
-    int launched = answer == NULL ? -1 : PyObject_IsTrue(answer);
-    Py_XDECREF(answer);
-    return launched;
+    if (answer == NULL || self->name == Py_None)
+        return answer;
+    int launched = PyObject_IsTrue(answer);
+    Py_DECREF(answer);
+    return launched < 0 ? NULL : Py_NewRef(launched ? Py_None : self->missed);
 }
 
 /* Puts what `further` returns behind the addresses in `bytes`, which nobody else has seen.  Returns
@@ -857,10 +869,10 @@ way_turn(Way *self)
 static PyObject *
 way_run(Way *self, PyObject *args, PyObject *kwargs)
 {
-    PyObject *made = NULL, *give = NULL, *result = NULL, *captured = NULL;
+    PyObject *made = NULL, *give = NULL, *result = NULL, *captured = NULL, *read = NULL;
     PyObject *leaves = matched((Recheck *)self->recheck, args, kwargs);
     int launched = leaves == NULL ? -1 : leaves != Py_None;
-    uint64_t words[MOST_WORDS] = {0};
+    uint64_t words[MOST_SLOTS] = {0};
     Py_ssize_t used = 0;
     if (launched == 1) {
         launched = add_addresses(self, leaves, words, &used) ? are_apart(self, words, used) : -1;
@@ -875,14 +887,15 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     }
     if (launched == 1) {
         made = way_turn(self) ? new_outputs(self, captured) : NULL;
-        launched = made != NULL && add_addresses(self, made, words, &used)
-                       ? way_launch(self, words, used)
-                       : -1;
+        if (made != NULL && (self->node == Py_None || add_addresses(self, made, words, &used)))
+            read = way_launch(self, words, used, captured, leaves, made);
+        launched = read == NULL ? -1 : read != self->missed;
     }
     if (launched == 1) {
         self->count++;
         give = PyObject_GetAttr(captured, self->give_word);
-        result = give == NULL ? NULL : PyObject_CallFunctionObjArgs(give, made, NULL);
+        if (give != NULL)
+            result = PyObject_CallFunctionObjArgs(give, made, read == Py_None ? NULL : read, NULL);
     }
     else if (launched == 0)
         result = Py_NewRef(self->missed);
@@ -890,6 +903,7 @@ way_run(Way *self, PyObject *args, PyObject *kwargs)
     Py_XDECREF(captured);
     Py_XDECREF(made);
     Py_XDECREF(give);
+    Py_XDECREF(read);
     return result;
 }
 
@@ -1045,12 +1059,8 @@ add_type(PyObject *module, PyType_Spec *spec)
 static int
 module_exec(PyObject *module)
 {
-    static const char *const names[OPERATIONS] = {
-        "TYPE", "TYPES", "IS", "EQUAL", "READS", "ATTRIBUTES", "DICT", "ITEMS", "KINDS", "LOOKUP", "SEQUENCE",
-        "SIZE", "CALLS", "ADDRESSES", "WORDS", "UNPACK", "UNPACK_DICT", "LEAF",
-    };
     for (int i = 0; i < OPERATIONS; i++)
-        if (PyModule_AddIntConstant(module, names[i], i) < 0)
+        if (PyModule_AddIntConstant(module, operations[i].name, i) < 0)
             return -1;
     if (try_counts() < 0)
         return -1;

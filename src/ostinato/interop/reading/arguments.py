@@ -10,10 +10,15 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from typing import Any
 
 from ostinato.errors import InputError
+from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
-from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
-from ostinato.interop.reading.places import of_own_class
+from ostinato.interop.reading.objects import (
+    ObjectWatch,
+    holders_of,
+    same,
+)
+from ostinato.interop.reading.places import of_package
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
     Tree,
@@ -33,9 +38,14 @@ class Arguments:
     Raises InputError for options that name a parameter which the function does not have."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str, library: Library, options: GraphedOptions
+        self,
+        function: Callable[..., Any],
+        name: str,
+        library: Library,
+        options: GraphedOptions,
+        guards: Guards,
     ) -> None:
-        self._library, self._options = library, options
+        self._library, self._options, self._guards = library, options, guards
         self._array_types = {library.array_type}
         self.names, rest = _parameters(function)
         """The names of the positional parameters."""
@@ -133,6 +143,11 @@ class Arguments:
                     self._add_static(child, tokens, call)
                 return
             self._watch(value).read(value, tokens, call.statics)
+            guards = self.guards_of(value)
+            if guards is not None:
+                arrays = call.statics[before:]
+                tokens += guards.read_given(value, arrays)
+                call.statics[before:] = arrays
         for array in call.statics[before:]:
             tokens.append(
                 (type(array).__qualname__, library.signature(array), library.offset(array))
@@ -156,13 +171,21 @@ class Arguments:
             kept.hold(held)
         for each in () if watch is None else watch.watches:
             kept.watch(each)
+        guards = None if watch is None else self.guards_of(value)
+        if guards is not None:
+            guards.walk_given(kept, value)
+
+    def guards_of(self, value: Any) -> Guards | None:
+        """Returns the guards, which read a static object as all else that the function uses; None
+        for an object of a package, of which only arrays are read."""
+        return None if of_package(value) or not self._options.guard else self._guards
 
     def _watch(self, value: Any) -> ObjectWatch:
         watched, key = self._watched, id(value)
         known = watched.get(key)
         if known is not None and known[0]() is value:
             return known[1]
-        watch = ObjectWatch(value, self._library, own=of_own_class(value))
+        watch = ObjectWatch(value, self._library, own=not of_package(value))
 
         def drop(gone: object) -> None:
             found = watched.get(key)

@@ -35,7 +35,7 @@ from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -89,9 +89,6 @@ class Walker:
     """A receiver of all that a function uses, in order (`Guards.walk`).  A method that a subclass
     does not define does nothing."""
 
-    def start(self) -> None:
-        """Begins a place of the function, and at the end once the places of called functions."""
-
     def place(self, place: ReadPlace, value: Any) -> None:
         pass
 
@@ -105,7 +102,7 @@ class Walker:
         """Receives a function of the user's that may be called: its code and its default values may
         be replaced (`%autoreload`)."""
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
+    def methods(self, path: Trail, kind: type, found: dict[str, Any]) -> None:
         """Receives what the code names of a class of the user's: its methods may be replaced."""
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
@@ -135,8 +132,6 @@ class Seen(NamedTuple):  # made in each call; a dataclass takes twice as long
 
     tokens: tuple[Hashable, ...]
     arrays: list[Any]
-    starts: list[tuple[int, int]]
-    """The numbers of tokens and arrays before each place, and before the called functions."""
 
 
 class Guarded(Watch):
@@ -183,10 +178,6 @@ class Reading(Walker):
         one before."""
         self.tokens: list[Hashable] = []
         self.arrays: list[Any] = []
-        self.starts: list[tuple[int, int]] = []
-
-    def start(self) -> None:
-        self.starts.append((len(self.tokens), len(self.arrays)))
 
     def array(self, path: Trail, array: Any) -> None:
         self.tokens.append(Leaf)  # marks the place: `[array, 2.0]` is not `[2.0, array]`
@@ -198,7 +189,7 @@ class Reading(Walker):
     def function(self, path: Trail, value: types.FunctionType) -> None:
         self.tokens.append(code_token(value))
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
+    def methods(self, path: Trail, kind: type, found: dict[str, Any]) -> None:
         self.tokens.append((kind, *found.values()))
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
@@ -228,55 +219,33 @@ class Reading(Walker):
         self.tokens.append(head)
 
 
-def _named(receive: Callable[..., None]) -> Callable[..., None]:
-    """Returns a method that also names the place of the token that `receive` adds."""
+class Naming:
+    """Stands for a reading during a walk, and notes the places of the values."""
 
-    def named(self: _Naming, path: Trail, *given: Any) -> None:
-        receive(self, path, *given)
-        self.names.append(in_words(path))
-
-    return named
-
-
-class _Naming(Reading):
-    """A reading that also names the place of each token's value."""
-
-    def __init__(self, serial: Callable[[object], int]) -> None:
-        super().__init__(serial)
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
         self.names: list[str] = []
+        """The place of each token's value."""
+        self.of_arrays: list[str] = []
+        """The place of each array."""
+        self.states: list[bool] = []
+        """True for the tokens of objects with a state of their own."""
 
-    array = _named(Reading.array)
-    plain = _named(Reading.plain)
-    function = _named(Reading.function)
-    variable = _named(Reading.variable)
-    container = _named(Reading.container)
-    contents = _named(Reading.contents)
-    other = _named(Reading.other)
-    items = _named(Reading.items)
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        receive, reading = getattr(self._reading, method), self._reading
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
-        super().methods(kind, found)
-        self.names.append(kind.__qualname__)
+        def named(*given: Any) -> None:
+            first, arrays = len(reading.tokens), len(reading.arrays)
+            receive(*given)
+            count, more = len(reading.tokens) - first, len(reading.arrays) - arrays
+            watch = given[1] if method == "watched" else None
+            whole, inner = in_words(given[0]) if count else "", watch.names() if watch else ()
+            known = [f"{whole}{name}" for name in inner] if len(inner) == count else None
+            self.names += known or [whole] * count
+            self.of_arrays += [whole] * more
+            self.states += [_object_of(watch) is not None] * count
 
-    def watched(self, path: Trail, watch: Watch) -> None:
-        super().watched(path, watch)
-        whole, missing = in_words(path), len(self.tokens) - len(self.names)
-        names = [f"{whole}{name}" for name in watch.names()]
-        self.names += names if len(names) == missing else [whole] * missing
-
-
-class _OfStates(Reading):
-    """A reading that also notes which tokens are of objects with a state of their own."""
-
-    def __init__(self, serial: Callable[[object], int]) -> None:
-        super().__init__(serial)
-        self.inside: set[int] = set()
-
-    def watched(self, path: Trail, watch: Watch) -> None:
-        first = len(self.tokens)
-        super().watched(path, watch)
-        if _object_of(watch) is not None:
-            self.inside.update(range(first, len(self.tokens)))
+        return named
 
 
 @dataclass(slots=True)
@@ -370,6 +339,11 @@ class Guards:
         """The attributes that the code names, as far as they have been found."""
         return frozenset(self._named)
 
+    @property
+    def known(self) -> int:
+        """The number of these attributes."""
+        return len(self._named)
+
     def read(self) -> Seen:
         """Reads the values that the function uses now."""
         for function, code in self._codes:
@@ -377,15 +351,15 @@ class Guards:
                 self._look()
                 break
         known = -1
-        while known != len(self._named):  # again if a method named further attributes
-            known = len(self._named)
+        while known != self.known:  # again if a method named further attributes
+            known = self.known
             reading = Reading(self.serial)
             met = self.walk(reading)
         if len(self._known) > 2 * len(met) + 64:  # most records are not used any more
             # Over a set made at once: `_drop` may remove entries while this runs.
             for key in {*self._known} - met:
                 self._known.pop(key, None)
-        return Seen(tuple(reading.tokens), reading.arrays, reading.starts)
+        return Seen(tuple(reading.tokens), reading.arrays)
 
     def walk(self, walker: Walker) -> set[int]:
         """Shows a walker all that the function uses; returns the addresses of the objects met."""
@@ -393,9 +367,7 @@ class Guards:
         for function, _ in self._codes:
             walker.function((function.__name__,), function)
         for place in self.places:
-            walker.start()
             self._visit_place(walker, place, (place.name,), met)
-        walker.start()
         for given in self.given:
             self._visit(walker, (getattr(given, "__name__", "an argument"),), given, 0, met)
             if isinstance(given, type):  # of an argument
@@ -414,6 +386,29 @@ class Guards:
                     if not hardly:
                         raise
         return met
+
+    def walk_given(self, walker: Walker, value: Any) -> None:
+        """Shows a walker all that the function may use of an argument that is passed as it is."""
+        self._visit(walker, ("a static argument",), value, 0, _Met())
+
+    def read_given(
+        self,
+        value: Any,
+        arrays: list[Any],
+        make: Callable[[Callable[[object], int]], Reading] = Reading,
+    ) -> list[Hashable]:
+        """Reads such an argument; returns its tokens, and adds those of its arrays to `arrays` that
+        are not there.  Another object with the same content has the same tokens."""
+        known = -1
+        while known != self.known:
+            known, numbers = self.known, dict[int, int]()
+            reading = make(lambda each, n=numbers: n.setdefault(id(each), len(n)))  # type: ignore[misc]
+            self.walk_given(reading, value)
+        places = {id(each): place for place, each in enumerate(arrays)}
+        for each in reading.arrays:
+            if places.setdefault(id(each), len(arrays)) == len(arrays):
+                arrays.append(each)
+        return [*reading.tokens, tuple([places[id(each)] for each in reading.arrays])]
 
     def _visit_place(self, walker: Walker, place: ReadPlace, path: Trail, met: _Met) -> None:
         value = place.read()
@@ -631,7 +626,7 @@ class Guards:
         self._visit_all(walker, (kind.__qualname__,), enumerate(known.descriptors), 0, met, False)
         if found and (kind, hardly) not in met.kinds:
             met.kinds.add((kind, hardly))
-            walker.methods(kind, found)
+            walker.methods((kind.__qualname__,), kind, found)
             for base in own_bases(kind)[1:]:  # `super()` may call what others override
                 self._visit_methods(walker, base, met, hardly=hardly, among=known.names)
 
@@ -688,32 +683,24 @@ class Guards:
         """Forgets the objects that were met, whose watches may be others from now on."""
         self._known.clear()
 
-    def names(self) -> list[str]:
-        """Returns the place of each token's value, for the tokens that `read` returns now."""
-        naming = _Naming(self.serial)
-        self.walk(naming)
-        return naming.names
-
-    def states(self) -> list[bool]:
-        """Returns for each token that `read` returns now whether it is of a watched object."""
-        reading = _OfStates(self.serial)
-        self.walk(reading)
-        return [place in reading.inside for place in range(len(reading.tokens))]
+    def naming(self) -> Naming:
+        """Returns the places of the values of the tokens that `read` returns now."""
+        naming = Naming(Reading(self.serial))
+        self.walk(cast(Walker, naming))
+        return naming
 
     def explain(self, before: Seen, after: Seen) -> list[str]:
         """Returns the names of what differs between two readings; empty if nothing does.  `after`
         was made just now."""
         if before.tokens == after.tokens and same(before.arrays, after.arrays):
             return []
-        if len(before.tokens) == len(after.tokens):
-            pairs = zip(self.names(), before.tokens, after.tokens, strict=True)
-            found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
-            if found:
-                return found
-        names = [*[place.name for place in self.places], "what it calls"]
-        parts = zip(names, _parts(before), _parts(after), strict=True)
-        changed = [name for name, (a, b), (c, d) in parts if a != c or not same(b, d)]
-        return changed or ["what it uses"]
+        naming = self.naming()
+        pairs = zip(naming.names, before.tokens, after.tokens, strict=False)
+        found = [*dict.fromkeys([name for name, one, other in pairs if one != other])]
+        if len(before.tokens) != len(after.tokens):
+            return found[:1] or ["what it uses"]  # the tokens after the first one are shifted
+        arrays = zip(naming.of_arrays, before.arrays, after.arrays, strict=False)
+        return found or [*dict.fromkeys([name for name, one, other in arrays if one is not other])]
 
 
 def _object_of(watch: Watch | None) -> Any:
@@ -817,12 +804,6 @@ def in_words(path: Trail) -> str:
 
 def _itself(value: object) -> object:
     return value
-
-
-def _parts(seen: Seen) -> list[tuple[tuple[Hashable, ...], list[Any]]]:
-    """Returns the tokens and the arrays of each place."""
-    places = itertools.pairwise([*seen.starts, (len(seen.tokens), len(seen.arrays))])
-    return [(seen.tokens[a:b], seen.arrays[c:d]) for (a, c), (b, d) in places]
 
 
 def contents_of(value: Any) -> Hashable | None:

@@ -133,11 +133,11 @@ class ObjectWatch:
 
     The search is repeated if a container has more or fewer values, values of other types, or
     another object in the place of one: caches are often None at first.  Plain values are compared
-    if the object's class is the user's, and those of the library's modules.  The watch does not
-    keep the object alive."""
+    unless the object's class is a package's, and those of the library's modules.  The watch does
+    not keep the object alive."""
 
     def __init__(self, value: object, library: WatchingLibrary, *, own: bool) -> None:
-        """`own`: the object's class is the user's."""
+        """`own`: the object's class is no package's."""
         self._library, self._own = library, own
         self._find(value)
 

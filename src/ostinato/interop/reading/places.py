@@ -315,6 +315,14 @@ def of_own_class(value: object) -> bool:
     return bool(own_bases(kind))
 
 
+def of_package(value: object) -> bool:
+    """True if an object's class belongs to an installed package, as do those that it inherits
+    from; or if it is a module of one."""
+    if isinstance(value, types.ModuleType):
+        return not is_own(value)
+    return not (of_own_class(value) or of_standard_library(type(value)))
+
+
 def own_names(kind: type) -> set[str]:
     """Returns the names that a class and its bases define, without those of installed packages."""
     return {name for base in own_bases(kind) for name in vars(base)}

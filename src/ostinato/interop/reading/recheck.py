@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import random
 import struct
-import time
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from ostinato import GraphExec, MemoryRange, Stream
+from ostinato import GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
-from ostinato.interop.reading.chains import Chain, Diverged
+from ostinato.interop.reading.arguments import Arguments
+from ostinato.interop.reading.chains import Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
-from ostinato.interop.reading.library import GraphedOptions, Library
+from ostinato.interop.reading.library import Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.reading.places import ReadPlace, of_own_class
+from ostinato.interop.reading.places import ReadPlace, of_package
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import children_of, is_plain, plain_token
 from ostinato.lowlevel import NotLaunched, load_extension
@@ -82,16 +81,14 @@ class Checks:
         keys: Sequence[Any] = (),
         values: Sequence[Any] = (),
         following: int = 0,
-        count: int | None = None,
     ) -> None:
-        """`slot`: of the subject; -1 if it is `held`.  `count`: of keys or values if None."""
-        count = len(keys or values) if count is None else count
+        """`slot`: of the subject; -1 if it is `held`."""
         code = getattr(_extension, operation)
-        self._made.append((code, slot, held, tuple(keys), tuple(values), count, following))
+        self._made.append((code, slot, held, tuple(keys), tuple(values), following))
 
     def kind(self, held: object) -> None:
         """Checks that an object has the type that it has now."""
-        self._add("TYPE", -1, held, values=(type(held),))
+        self.types((held,), (type(held),))
 
     def types(self, objects: Sequence[Any], kinds: Sequence[type]) -> None:
         """Checks that objects have these types."""
@@ -170,16 +167,19 @@ class Checks:
         """Checks that an array has the type and the signature that it has now."""
         reads, held = self._array_reads, array if slot < 0 else None
         values = [getattr(array, r) if isinstance(r, str) else r(array) for r in reads]
-        self._add("TYPE", slot, held, values=(type(array),))
+        if slot < 0:
+            self.kind(array)
+        else:
+            self._add("TYPE", slot, values=(type(array),))
         self._add("READS", slot, held, reads, values)
 
     # --- the arguments
-    def arguments(self, given: Sequence[tuple[str, Any]], options: GraphedOptions) -> None:
+    def arguments(self, given: Sequence[tuple[str, Any]], subject: Subject) -> None:
         """`given`: the arguments in the order of a call, with the names of their parameters."""
         self._slots = len(given)
         for slot, (name, value) in enumerate(given):
-            if name in options.static:
-                self._static(slot, value)
+            if name in subject.options.static:
+                self._static(slot, value, subject.arguments)
             else:
                 self._argument(slot, value)
 
@@ -207,11 +207,12 @@ class Checks:
         if type(value) is dict:
             self._add("UNPACK_DICT", slot, None, [*value], following=first)
         else:
-            self._add("UNPACK", slot, None, (), (type(value),), first, len(value))
+            self._add("TYPE", slot, values=(type(value),))
+            self._add("UNPACK", slot, None, range(len(value)), following=first)
         for place, child in enumerate(children):
             self._argument(first + place, child)
 
-    def _static(self, slot: int, value: Any) -> None:
+    def _static(self, slot: int, value: Any, arguments: Arguments) -> None:
         """Checks an argument that is not copied: the same object, with arrays of the same
         signatures.
 
@@ -227,7 +228,7 @@ class Checks:
                 raise Inexpressible
             arrays = []
             self.kind(value)
-            watch = ObjectWatch(value, library, own=of_own_class(value))
+            watch = ObjectWatch(value, library, own=not of_package(value))
             for held in watch.holders:
                 if type(held) is list:
                     self.sequence(held, [*held])
@@ -244,6 +245,9 @@ class Checks:
                 if next(iter(each.others()), None) is not None:
                     raise Inexpressible
                 _note(each, self, [], arrays)
+            guards = arguments.guards_of(value)
+            if guards is not None:
+                guards.read_given(value, arrays, functools.partial(_Noting, self))
         for array in arrays:
             self.statics.append(array)
             self.array(array)
@@ -288,8 +292,8 @@ class _Noting(Reading):
         names = "__code__", "__defaults__", "__kwdefaults__"
         self._checks.attributes(value, {name: getattr(value, name) for name in names})
 
-    def methods(self, kind: type, found: dict[str, Any]) -> None:
-        super().methods(kind, found)
+    def methods(self, path: Trail, kind: type, found: dict[str, Any]) -> None:
+        super().methods(path, kind, found)
         self._checks.attributes(kind, found)
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
@@ -310,7 +314,7 @@ class _Noting(Reading):
             checks.items(value, children)
         elif kind is OrderedDict:
             checks.reads(value, SameItems(value))
-        elif checks.library.parts(value) is not None:
+        elif kind is not tuple and checks.library.parts(value) is not None:
             raise Inexpressible
         elif dataclasses.is_dataclass(value):
             checks.kind(value)
@@ -394,7 +398,7 @@ Match: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any]], list[Any] | None]
 
 
 class Way(Protocol):
-    """A whole call by a short way: in C if the graph copies its arrays itself, else `_Way`."""
+    """A whole call by a short way: a replay, in C, or an eager call (`_Eager`)."""
 
     count: int
     """The number of replays."""
@@ -409,120 +413,55 @@ class Way(Protocol):
         ...
 
 
-class _Way:
-    """The way of a chain, and of a graph whose arrays are copied outside the graph."""
-
-    def __init__(
-        self,
-        subject: Subject,
-        match: Match,
-        line: Line,
-        captured: weakref.ref[Captured],
-        stream: Stream,
-        written: Sequence[MemoryRange],
-        state: Sequence[Any],
-    ) -> None:
-        self.count, self._ended = 0, False
-        self._library, self._lock, self._turns = subject.library, subject.lock, subject.turns
-        self._cache, self._match, self._line = subject.cache, match, line
-        self._captured, self._stream, self._written = captured, stream, written
-        self._state = state
-
-    def end(self) -> None:
-        self._ended = True
-
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
-        with self._lock:
-            leaves = None if self._ended else self._match(args, kwargs)
-            captured = None if leaves is None else self._captured()
-            if leaves is None or captured is None:
-                return MISSED
-            backward = captured.backward
-            if backward is not None and backward.pending:
-                return MISSED
-            try:
-                places = [*map(self._library.address, leaves)]
-            except Exception:  # raised for an array without memory of its own
-                return MISSED
-            if any(r.holds(a) for a in places for r in self._written):
-                return MISSED
-            began = 0 if (self.count + 1) % TIMED else time.perf_counter_ns()
-            if self._turns.last is not self._stream:
-                self._turns.take()
-            if backward is not None:
-                backward.begin(leaves, self._lock, self._turns.take)
-            made = [*itertools.starmap(self._library.new, captured.recipes)]
-            fresh: list[Any] = []
-            chain, put_back = captured.chain, _nothing
-            try:
-                if captured.moves is None:
-                    captured.stage([*leaves, *made])
-                if chain is not None:
-                    fresh, put_back = chain.start(self._library, self._state, self._stream)
-            except (Diverged, NotLaunched):
-                return MISSED
-            if not self._replay(captured, leaves, made):
-                put_back()
-                return MISSED
-            try:
-                if chain is not None:
-                    fresh += chain.finish(put_back)
-            except Diverged:
-                return MISSED
-            self.count += 1
-            result = captured.give(made, fresh)
-            if began:
-                self._line.times.append((time.perf_counter_ns() - began) / 1e9)
-            return result
-
-    def _replay(self, captured: Captured, leaves: Sequence[Any], made: Sequence[Any]) -> bool:
-        """Launches the last graph of a chain, or the only one; returns False if it was evicted.
-        `leaves`: the arrays that it copies in.  `made`: those that it copies its outputs into."""
-        chain, moves, change = captured.chain, captured.moves, None
-        why: object = "the last one was evicted"
-        try:
-            if moves is not None:
-                arrays = [*leaves, *made] if moves.inputs else made
-                change = moves.change(moves.packed(*map(self._library.address, arrays)))
-            if self._cache.replay(self._line.name, self._stream, change):
-                return True
-        except ContextPoisonedError:
-            raise
-        except OstinatoError as error:
-            why = error
-            if chain is None:
-                raise
-        if chain is not None and chain.links:
-            chain.stop(why)
-        return False
-
-
-def _replay_chain(
+def _replay(
     subject: Subject,
-    chain: Chain,
+    line: Line,
     state: Sequence[Any],
-    name: str,
     stream: Stream,
+    captured: Captured,
     change: Callable[[GraphExec], object],
-) -> bool:
-    """Replays a chain of one graph; returns False, with all memory as before, if it was evicted, a
-    number in it is another one, or numbers of a step cannot be set."""
-    try:
-        _, put_back = chain.start(subject.library, state, stream)
-    except NotLaunched:
-        return False
+    leaves: Sequence[Any],
+    made: Sequence[Any],
+) -> Any:
+    """Replays a chain, or a graph whose arrays are copied outside of it.
+
+    Returns the values that the host has read; MISSED, with all memory as before, if the graph was
+    evicted, a value is another one, or the call must go by its key.  `change`: makes the graph copy
+    the arrays, if it copies them.  `leaves`: the arrays that are copied in.  `made`: those that
+    outputs are copied into."""
+    chain, backward = captured.chain, captured.backward
+    if backward is not None:
+        if backward.pending:
+            return MISSED
+        backward.begin(leaves, subject.lock, subject.turns.take)
+    why: object = "the last one was evicted"
+    fresh: list[Any] = []
+    put_back: Callable[[], None] = _nothing
     launched = False
     try:
-        launched = subject.cache.replay(name, stream, change)
-    finally:
-        if not launched:
-            put_back()
+        if captured.moves is None:
+            captured.stage([*leaves, *made])
+        if chain is not None:
+            fresh, put_back = chain.start(subject.library, state, stream)
+    except (Diverged, NotLaunched):
+        return MISSED
     try:
-        if launched:
-            chain.finish(put_back)
+        launched = subject.cache.replay(
+            line.name, stream, None if captured.moves is None else change
+        )
+    except OstinatoError as error:
+        if chain is None or isinstance(error, ContextPoisonedError):
+            raise
+        why = error
+    if not launched:
+        if chain is not None and chain.links:
+            chain.stop(why)
+        put_back()
+        return MISSED
+    try:
+        return fresh if chain is None else fresh + chain.finish(put_back)
     except Diverged:
-        return False
-    return launched
+        return MISSED
 
 
 def _nothing() -> None:
@@ -617,7 +556,7 @@ def checked(
         note(checks)
         if library.modes() != seen[2] or library.capturing():
             return None
-        checks.arguments(given, options)
+        checks.arguments(given, subject)
         if not same(checks.statics, call.statics) or checks.pointers != subject.pointers(call):
             return None
         if guards is not None and call.seen is not None:
@@ -662,20 +601,16 @@ def recheck(
         return None
     # Memory that the function writes: a call with an argument in it goes by its key.
     ranges = [library.storage(call.state[i]) for i in line.state if i < len(call.state)]
-    written = [*dict.fromkeys(ranges)]
-    owned, way = weakref.ref(captured), None
-    chain, replay = captured.chain, subject.cache.replay
-    if chain is not None and (chain.last is not None or chain.inside) and not chain.places:
-        replay = functools.partial(_replay_chain, subject, chain, [*call.state])
-    if captured.moves is None or (chain is not None and chain.places):
-        way = _Way(subject, made.match, line, owned, stream, written, [*call.state])
-    else:
-        ends = struct.pack(
-            f"{2 * len(written)}Q", *[at for r in written for at in (r.address, r.end)]
-        )
-        way = _extension.Way(
-            *(made, subject.lock.acquire, subject.lock.release, owned, subject.turns, stream),
-            *(library.maker(), library.address, library.reader, captured.moves.node),
-            *(replay, line.name, MISSED, line.times.append, ends, captured.moves.further),
-        )
+    ends = [at for r in dict.fromkeys(ranges) for at in (r.address, r.end)]
+    chain, moves = captured.chain, captured.moves
+    replay: Callable[..., Any] = subject.cache.replay
+    name: str | None = line.name
+    if moves is None or (chain is not None and (chain.last is not None or chain.inside)):
+        replay, name = functools.partial(_replay, subject, line, [*call.state], stream), None
+    way = _extension.Way(
+        *(made, subject.lock.acquire, subject.lock.release, weakref.ref(captured), subject.turns),
+        *(stream, library.maker(), library.address, library.reader, moves and moves.node),
+        *(replay, name, MISSED, line.times.append, struct.pack(f"{len(ends)}Q", *ends)),
+        moves and moves.further,
+    )
     return ShortWay(made.match, line, way)

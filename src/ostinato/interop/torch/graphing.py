@@ -66,7 +66,8 @@ def graphed(
 
     * `static`: names of parameters whose tensors are not copied (weights, key-value caches).  The
       graph works on their memory, and is bound anew when it has moved.  The argument may be any
-      object: its tensors are watched, its plain values are not.
+      object: its tensors are watched, and what guards read is compared, unless its class is a
+      package's.
     * `dynamic`: for a parameter, the axis that is padded to a bucket of `buckets` (powers of two);
       results are cut back.  `padding`: the value of a parameter's padding, if the answer depends on
       it.  Without it no answer may depend on the padding, which a check tests.
