@@ -69,6 +69,9 @@ def test_only_nodes_of_the_graph_itself(device: Device) -> None:
     for node in (inner.nodes()[0], graph.node(child.index).children[0]):
         with pytest.raises(InputError, match="no node of this graph itself"):
             graph.replace(node, scale)
+    with pytest.raises(InputError, match="given twice"):
+        graph.replace_all([(fill, scale), (fill, scale)])
+    assert [node.kind.name for node in graph.nodes()] == ["MEMSET", "CHILD_GRAPH"]
     graph.replace(fill, scale)
     with pytest.raises(InputError, match="no node of this graph itself"):
         graph.replace(fill, scale)  # it is gone

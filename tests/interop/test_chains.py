@@ -412,6 +412,34 @@ def test_an_interrupt_while_numbers_are_awaited_leaves_the_next_calls_right(
         assert count.numpy()[0] == expected
 
 
+def test_an_interrupt_at_the_last_launch_puts_memory_back(
+    lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = lib.array([0.0])
+
+    def function(x: Array) -> Array:
+        count.shift(1.0)
+        big = x.line(1.0).numpy()[0] > 5
+        return x.line(2.0 if big else 3.0)
+
+    step = make(function)
+    for _ in range(20):
+        step(lib.array([1.0]))
+    assert step.statistics().replays >= 10
+    before, replay = count.numpy()[0], ost.GraphCache.replay
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ost.GraphCache, "replay", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(lib.array([1.0]))
+    monkeypatch.setattr(ost.GraphCache, "replay", replay)
+    assert count.numpy()[0] == before
+    assert step(lib.array([1.0])).numpy()[0] == 3.0
+    assert count.numpy()[0] == before + 1
+
+
 def test_values_that_are_only_returned_are_those_of_their_call(lib: Lib, make: Make) -> None:
     total = lib.array([0.0])
 

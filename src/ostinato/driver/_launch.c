@@ -8,7 +8,8 @@
  *
  * driver/launcher.py and driver/cuda/launch.py implement the same in Python, for installations
  * without this module, where nodes are read one by one.  module_listener has no such twin, since the
- * callback must not take the GIL.  The limited API of CPython 3.11 lets one build serve every later version.
+ * callback must not take the GIL.  The limited API of CPython 3.11 lets one build serve every later
+ * version.
  */
 
 #define PY_SSIZE_T_CLEAN

@@ -809,7 +809,6 @@ class InstantiateFlags(enum.IntFlag):
     """A launch frees memory that the launch before allocated and did not free; else refused."""
     UPLOAD = 2
     """Uploads as part of instantiation (on the instantiating call's stream)."""
-    DEVICE_LAUNCH = 4
     USE_NODE_PRIORITY = 8
 
 

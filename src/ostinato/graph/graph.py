@@ -597,6 +597,8 @@ class Graph(Closeable):
         for (node, _), old in zip(pairs, olds, strict=True):
             if old not in kinds:
                 raise InputError(f"replace: {node!r} is no node of this graph itself")
+        if len({*olds}) < len(olds):
+            raise InputError("replace_all: a node is given twice")
         why = ""
         if self.instantiated or isinstance(self, _Body):
             why = "an executable of the graph may have been made; replace nodes before"
@@ -606,9 +608,8 @@ class Graph(Closeable):
             why = "it is a conditional node, whose bodies would go with it"
         elif not {NodeKind.MEM_ALLOC, NodeKind.MEM_FREE}.isdisjoint(kinds.values()):
             why = "CUDA removes no node from a graph with alloc or free nodes"
-        named = ", ".join([repr(node) for node, _ in pairs])
         if why:
-            raise GraphError(f"{named} of {self!r} cannot be replaced: {why}")
+            raise GraphError(f"{_named(pairs)} of {self!r} cannot be replaced: {why}")
         before: dict[NodeHandle, list[Edge]] = {old: [] for old in olds}
         for edge in edges:
             if edge.target in before and edge.source not in before:
@@ -632,7 +633,7 @@ class Graph(Closeable):
             for old in olds:
                 driver.graph_remove_node(old)
         except Exception as error:
-            why = f"replacing {named} failed: {error}"
+            why = f"replacing {_named(pairs)} failed: {error}"
             self._take_back(olds, nodes, edges, why)
             if isinstance(error, DriverError):
                 raise GraphError(why) from error
@@ -834,6 +835,10 @@ def node_handles(nodes: Sequence[NodeRef]) -> list[NodeHandle]:
             )
         handles.append(NodeHandle(number))
     return handles
+
+
+def _named(pairs: Sequence[tuple[NodeRef, Operation]]) -> str:
+    return ", ".join([repr(node) for node, _ in pairs])
 
 
 class Conditional:

@@ -722,7 +722,6 @@ class HostDriver:
             self._captures.forbid(call)
             check_instantiable(
                 definition,
-                flags,
                 self._compiler.knows,
                 capturing=self._captures.fills(definition),
                 instances=any(e.definition is definition for e in self._executables.values()),

@@ -60,7 +60,6 @@ _SUCCESS = UpdateOutcome(UpdateVerdict.SUCCESS)
 
 def check_instantiable(
     graph: GraphDefinition,
-    flags: InstantiateFlags,
     knows: Callable[[NodeParams], bool],
     *,
     capturing: bool,
@@ -71,8 +70,6 @@ def check_instantiable(
     `capturing`: a capture fills the graph.  `instances`: the graph has an executable already.
     """
     call = "graph_instantiate"
-    if flags & InstantiateFlags.DEVICE_LAUNCH:
-        raise unsupported(call, "launches from kernels")
     if capturing:
         raise invalid(call, "the graph is still being captured")
     for node in graph.walk():

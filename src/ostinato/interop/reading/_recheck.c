@@ -717,7 +717,7 @@ static int
 add_addresses(Way *self, PyObject *arrays, uint64_t *words, Py_ssize_t *used)
 {
     Py_ssize_t count = PyList_Size(arrays);
-    if (count < 0 || *used + count > MOST_SLOTS) {
+    if (count < 0 || *used + count > (self->node == Py_None ? MOST_SLOTS : MOST_WORDS)) {
         if (count >= 0)
             PyErr_SetString(PyExc_ValueError, "too many arrays");
         return 0;

@@ -13,11 +13,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
-from ostinato.interop.reading.objects import (
-    ObjectWatch,
-    holders_of,
-    same,
-)
+from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
 from ostinato.interop.reading.places import of_package
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (

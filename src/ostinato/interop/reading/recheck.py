@@ -453,6 +453,9 @@ def _replay(
         if chain is None or isinstance(error, ContextPoisonedError):
             raise
         why = error
+    except BaseException:
+        put_back()
+        raise
     if not launched:
         if chain is not None and chain.links:
             chain.stop(why)
