@@ -2,8 +2,8 @@
 
 The standard library's compiles up to six methods of a class when the class is defined, half a
 millisecond in all; but most of the records that a start defines are never made there.  Here a class
-has objects in the place of its methods (`_Later`).  `__init__` is compiled when the first record is
-made.  All else is taken, at its first use, from a class with the same body of which the standard
+has others in their place (`_Later`, `_method_later`).  `__init__` is compiled when the first record
+is made.  All else is taken, at its first use, from a class with the same body of which the standard
 library makes a dataclass.
 
 A frozen record is also made in half the time: its `__init__` calls the setters of the slots.
@@ -29,7 +29,7 @@ else:
         options = {"slots": slots, "frozen": frozen, "eq": eq, "repr": repr}
         options["weakref_slot"] = weakref_slot
         later = ["__match_args__", "__dataclass_fields__", "__dataclass_params__"]
-        later += ["__repr__"] * repr + ["__eq__"] * eq + ["__hash__"] * (eq and frozen)
+        methods = ["__repr__"] * repr + ["__eq__"] * eq + ["__hash__"] * (eq and frozen)
 
         def define(cls):
             body = {n: v for n, v in vars(cls).items() if n not in ("__dict__", "__weakref__")}
@@ -49,11 +49,15 @@ else:
             for name in later:
                 if made.get(name) is None:
                     made[name] = _Later(lambda home, name: standard(home)[name])
+            for name in methods:
+                if made.get(name) is None:
+                    made[name] = _method_later(lambda: home, name, standard)
             made["__replace__"] = dataclasses.replace
             if frozen:
                 made |= {"__getstate__": _get_state, "__setstate__": _set_state}
                 made |= {"__setattr__": _refuse, "__delattr__": _refuse}
-            return type(cls)(cls.__name__, cls.__bases__, made)
+            home = type(cls)(cls.__name__, cls.__bases__, made)
+            return home
 
         return define
 
@@ -71,6 +75,23 @@ class _Later:
         made = self._make(self._home, self._name)  # two threads may both make one
         setattr(self._home, self._name, made)
         return made.__get__(instance, owner) if callable(made) else made
+
+
+def _method_later(
+    home: Callable[[], type], name: str, standard: Callable[[type], dict[str, Any]]
+) -> Callable[..., Any]:
+    """Returns a method that is made when it is first called.
+
+    Not a `_Later`: where Python looks up a method of an operator it drops what `__get__` raises, so
+    that a Ctrl-C would be lost there, and equal records would be different ones.
+    """
+
+    def method(self: object, *others: object) -> Any:
+        made = standard(home())[name]
+        setattr(home(), name, made)
+        return made(self, *others)
+
+    return method
 
 
 class _Unset:
