@@ -274,6 +274,70 @@ def test_a_signal_ends_a_generation(number: signal.Signals, words: bytes, tmp_pa
     assert (process.returncode, err) == (128 + number, words + b"\n")
 
 
+AT_EACH_LINE = """
+import ctypes, json, signal, sys, time, weakref
+from ostinato.cli.endings import ending, own_process
+
+class Owner:
+    def __del__(self):
+        note()
+
+def note():
+    len([])
+
+from_c = ctypes.CFUNCTYPE(None)(note)
+
+def work():
+    owner = Owner()
+    weakref.finalize(owner, note)
+    watch = weakref.ref(owner, lambda gone: note())
+    owner = watch and None
+    from_c()
+    if send_at:
+        time.sleep(2)
+
+def trace(frame, event, argument):
+    global line
+    if frame.f_code.co_filename not in ("<string>", weakref.__file__):
+        return None
+    line += 1
+    if line == send_at:
+        sys.settrace(None)
+        signal.raise_signal(number)
+    return trace
+
+def command():
+    with own_process():
+        sys.settrace(trace)
+        work()
+        sys.settrace(None)
+
+number = int(sys.argv[1])
+for _ in range(2):  # the first finaliser of a process has more lines
+    line = send_at = 0
+    ending(command)
+statuses = []
+for send_at in range(1, line + 1):
+    line = 0
+    statuses.append(ending(command))
+print(json.dumps(statuses))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_a_command_wherever_it_comes(number: signal.Signals) -> None:
+    """In a finaliser and in a callback, too, where Python drops exceptions."""
+    answer = subprocess.run(
+        [sys.executable, "-c", AT_EACH_LINE, str(int(number))],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    statuses = json.loads(answer.stdout)
+    assert len(statuses) > 40 and set(statuses) == {128 + number}, answer.stderr
+
+
 # What the pull calls instead of pip: it starts another process, and both would be at work for long.
 SLOW_PIP = """
 import os, pathlib, subprocess, sys, time

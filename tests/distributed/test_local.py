@@ -86,42 +86,32 @@ def test_a_root_that_is_no_rank_is_refused(root: Any) -> None:
         groups.run(lambda group: group.broadcast("seed", b"1", root=root))
 
 
-def test_roots_that_differ_are_an_error_on_all_ranks() -> None:
-    with local_groups(2) as groups:
-        got = outcomes(groups, lambda g: g.broadcast("seed", bytes([g.rank]), root=g.rank))
-    assert all(type(one) is DisagreementError for one in got)
-
-
 @pytest.mark.parametrize("payload", ["text", np.zeros(3, np.float32), bytearray(3)])
 def test_a_payload_that_is_not_bytes_is_refused(payload: Any) -> None:
     with local_groups(2) as groups, pytest.raises(InputError, match="must be bytes"):
         groups.run(lambda group: group.exchange("values", payload))
 
 
-def test_ranks_that_make_different_calls_all_raise() -> None:
-    with local_groups(3) as groups:
-        got = outcomes(groups, lambda g: g.exchange("prefill" if g.rank != 1 else "decode"))
-    assert all(type(one) is DisagreementError for one in got)
-    assert "'prefill'" in str(got[0]) and "'decode'" in str(got[0])
-
-
-def test_agree_names_the_first_line_that_differs() -> None:
-    def work(group: Group) -> None:
-        group.agree("key rows=1", ["kernel embed", f"kernel head of {group.rank // 2}", "end"])
-
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda g: g.broadcast("seed", b"1", root=g.rank), ("from rank 0", "from rank 1")),
+        (lambda g: g.exchange("prefill" if g.rank else "decode"), ("'prefill'", "'decode'")),
+        (
+            lambda g: g.agree("key rows=1", ["embed", f"head of {g.rank // 2}", "end"]),
+            ("key rows=1", "line 1 of 3", "'head of 0', rank 2 has 'head of 1'"),
+        ),
+        (lambda g: g.agree("key", ["a", "b"][: 2 - g.rank // 3]), ("nothing more",)),
+    ],
+    ids=["roots", "calls", "a line", "a missing line"],
+)
+def test_ranks_that_differ_all_raise(
+    work: Callable[[Group], object], words: tuple[str, ...]
+) -> None:
     with local_groups(4) as groups:
         got = outcomes(groups, work)
-    assert all(type(one) is DisagreementError for one in got)
     for one in got:
-        assert "key rows=1" in str(one) and "line 1 of 3" in str(one)
-        assert "'kernel head of 0', rank 2 has 'kernel head of 1'" in str(one)
-
-
-def test_agree_sees_a_missing_line() -> None:
-    with local_groups(2) as groups:
-        got = outcomes(groups, lambda g: g.agree("key", ["a", "b"][: 2 - g.rank]))
-    assert all(type(one) is DisagreementError for one in got)
-    assert "nothing more" in str(got[0])
+        assert type(one) is DisagreementError and all(word in str(one) for word in words), one
 
 
 # -------------------------------------------------------------------------------------- failures
@@ -304,40 +294,33 @@ def test_recorded_collectives_stay_in_order_in_a_shuffled_graph() -> None:
     assert got[0] == got[1] == got[2]
 
 
-def test_different_collectives_on_the_device_are_an_error_on_all_ranks() -> None:
+FLOATS_AND_INTS = "12 bytes of float32", "12 bytes of int32"
+
+
+@pytest.mark.parametrize(
+    ("what", "buffers", "words"),
+    [
+        ("all_reduce", lambda r: 2 * [(4 + r, "f")], ("of 4 float32", "of 5 float32")),
+        # As many bytes of other dtypes would be read as numbers that nobody sent.
+        ("all_gather", lambda r: [(3, "fi"[r]), (6, "fi"[r])], FLOATS_AND_INTS),
+        ("broadcast", lambda r: [(3, "fi"[r])], FLOATS_AND_INTS),
+    ],
+)
+def test_collectives_that_differ_are_an_error_on_all_ranks(
+    what: str, buffers: Callable[[int], list[tuple[int, str]]], words: tuple[str, str]
+) -> None:
     def work(group: Group, device: ost.Device) -> None:
         stream = device.create_stream()
-        buffer = device.zeros(4 + group.rank, np.float32)
-        for operation in open_collectives(group, device).all_reduce(buffer, buffer):
-            stream.submit(operation)
-        with group.watching("the sum"):
-            stream.synchronize()
-
-    with local_groups(2, deadline=20) as groups:
-        got = outcomes(groups, on_device(work))
-    assert all(type(one) is DisagreementError for one in got)
-    assert "all_reduce of 4 float32" in str(got[0])
-
-
-@pytest.mark.parametrize("what", ["all_gather", "broadcast"])
-def test_collectives_of_different_values_are_an_error_on_all_ranks(what: str) -> None:
-    """As many bytes of other dtypes would be read as numbers that nobody sent."""
-
-    def work(group: Group, device: ost.Device) -> None:
-        stream, dtype = device.create_stream(), [np.float32, np.int32][group.rank]
-        source, out = device.zeros(3, dtype), device.zeros(6, dtype)
-        collectives = open_collectives(group, device)
-        gathers = what == "all_gather"
-        made = collectives.all_gather(source, out) if gathers else collectives.broadcast(source)
-        for operation in made:
+        arguments = [device.zeros(*one) for one in buffers(group.rank)]
+        for operation in getattr(open_collectives(group, device), what)(*arguments):
             stream.submit(operation)
         with group.watching(what):
             stream.synchronize()
 
     with local_groups(2, deadline=20) as groups:
         got = outcomes(groups, on_device(work))
-    assert all(type(one) is DisagreementError for one in got)
-    assert "12 bytes of float32" in str(got[0]) and "12 bytes of int32" in str(got[0])
+    for one in got:
+        assert type(one) is DisagreementError and all(word in str(one) for word in words), one
 
 
 def test_values_whose_letter_numpy_does_not_know_are_named_by_it() -> None:

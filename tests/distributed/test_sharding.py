@@ -143,16 +143,15 @@ def test_a_rank_reads_its_part_of_a_gguf_file(tmp_path: Path, kind: str, tied: b
 
 
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "folder"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("folder", [False, True])
 def test_biases_and_norms_of_heads_of_a_file(
-    tmp_path: Path, family: str, kind: str, size: int, folder: bool
+    tmp_path: Path, family: str, kind: str, size: int
 ) -> None:
     """Biases are split like the rows that they are added to; with 8 ranks key heads are repeated.
     Every rank has the norms of heads as a whole."""
     config = replace(WIDE, **{family: True})
-    if folder:
+    if kind == "folder":
         path = write_folder(tmp_path / "m", config=config)
     else:
         path = write_gguf(tmp_path / "m.gguf", config=config, kind=kind)
@@ -188,16 +187,6 @@ def test_weights_of_a_rank_on_the_device(tmp_path: Path, packed: bool) -> None:
             wanted = hand_packed(part, name) if packed else fused(part, name)
             np.testing.assert_array_equal(weights.tensors[name].array, wanted)
         weights.close()
-
-
-def test_a_rank_reads_its_part_of_a_folder(tmp_path: Path) -> None:
-    with open_checkpoint(write_folder(tmp_path / "m", config=WIDE)) as whole:
-        for rank in range(4):
-            sharding = Sharding(whole.config, rank, 4)
-            part = ShardedCheckpoint(whole, sharding)
-            for name in part.shapes():
-                wanted = whole_tensor(whole, sharding, name)
-                np.testing.assert_array_equal(part.tensor(name), wanted)
 
 
 def test_made_weights_are_cut_from_the_whole() -> None:

@@ -7,6 +7,7 @@ same; without them only where no two tokens are nearly as likely (`Margin`).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -373,6 +374,26 @@ def test_a_name_is_served_at_all_its_addresses_or_not_at_all(tiny_model: Path) -
             port = taken.getsockname()[1]
             with pytest.raises(OSError, match=f"localhost, port {port}: Address already in use"):
                 Server.bind("localhost", port)
+
+
+def test_a_piece_of_an_answer_does_not_wait_for_an_acknowledgement() -> None:
+    """asyncio sets TCP_NODELAY for sockets that were made with the number of their protocol."""
+
+    async def set_for_a_client() -> int:
+        (listener,) = Server.bind("127.0.0.1", 0)
+        asked: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accept(reader: object, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            asked.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await asked
+
+    assert asyncio.run(set_for_a_client()) == 1
 
 
 def test_the_command_drafts(tiny_model: Path) -> None:

@@ -211,17 +211,6 @@ def test_nothing_is_lost_whatever_comes_and_goes(
     assert world.order == sorted(world.order), "in the order in which they came"
 
 
-def test_a_full_one_refuses_until_something_is_over() -> None:
-    world = World(slots=2, queue=1, piece=8)
-    numbers = [world.submit(Wanted([5, 6], 3, None)) for _ in range(4)]
-    assert numbers == [1, 2, 3, None]
-    world.act()
-    assert world.submit(Wanted([5, 6], 3, None)) is None, "it has a slot, and is under way"
-    world.end(2)
-    assert world.submit(Wanted([5, 6], 3, None)) == 4
-    world.check_end()
-
-
 def test_the_same_prompt_again_is_read_but_for_one_token() -> None:
     world = World(slots=1, queue=0, piece=64)
     for read in (30, 31):
@@ -331,21 +320,6 @@ def test_those_that_decode_step_between_the_pieces_of_a_prompt() -> None:
         world.act()
     assert seen == [Admit, *[Decode, Read] * 4]
     assert world.scheduler.next() == Decode((0,), single=False)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "wanted"),
-    [
-        ((), (), 0),
-        ((1,), (), 0),
-        ((1, 2, 3), (1, 2, 3), 3),
-        ((1, 2, 3), (1, 2, 4), 2),
-        ((1, 2), (1, 2, 3), 2),
-        ((9, 2), (1, 2), 0),
-    ],
-)
-def test_common(one: tuple[int, ...], other: tuple[int, ...], wanted: int) -> None:
-    assert common(one, other) == wanted
 
 
 @given(st.lists(st.integers(0, 1), max_size=40), st.lists(st.integers(0, 1), max_size=40))

@@ -42,6 +42,7 @@ _FATAL = {
 
 
 _AT_ONCE_SECONDS = 2.0
+_AGAIN_SECONDS = 0.01
 
 
 class _Signalled(BaseException):
@@ -146,7 +147,8 @@ def own_process() -> Iterator[None]:
     """Controls signals and standard streams for the block, which is the whole process.
 
     SIGTERM and SIGHUP raise in the main thread like Ctrl-C, so that they end the command in the
-    same way.  Characters that a stream's encoding lacks are written as escapes.  A closed standard
+    same way; where Python drops what a finaliser or a callback raises, it is raised again.
+    Characters that a stream's encoding lacks are written as escapes.  A closed standard
     stream is replaced: writing to the output raises an error with its name; the error stream drops
     what it cannot write.
     """
@@ -160,11 +162,42 @@ def own_process() -> Iterator[None]:
     for number in taken:
         signal.signal(number, handlers[number])
     try:
-        yield
+        with _raised_again():
+            yield
     finally:
         # From here on nothing is open: another signal just ends the process.
         for number in taken:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _raised_again() -> Iterator[None]:
+    """Raises a signal's exception again, shortly after, if it came where Python prints exceptions
+    and goes on: in a finaliser, a callback of a weak reference or a callback from C."""
+    dropped: list[BaseException] = []
+    hook, before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+
+    def take(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        if not isinstance(error, _Signalled | KeyboardInterrupt):
+            hook(unraisable)
+            return
+        dropped.append(error)
+        # A timer, since this is still inside the finaliser, which may run at any line and hold
+        # any lock: so no thread is started here.
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+
+    def again(number: int, frame: FrameType | None) -> None:
+        raise dropped.pop()
+
+    sys.unraisablehook = take
+    signal.signal(signal.SIGALRM, again)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        sys.unraisablehook = hook
 
 
 def _raiser() -> Callable[[int, FrameType | None], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -58,14 +59,18 @@ def _root(
     pass
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Runs one command, given without the program's name; returns the exit status."""
+def run(arguments: Sequence[str], process: AbstractContextManager[None] | None = None) -> int:
+    """Runs one command, given without the program's name, inside `process`; returns the exit
+    status."""
 
     def command() -> None:
         # Calling `app` would handle errors and exit statuses in typer's way.
         parsed = typer.main.get_command(app)
         try:
-            with parsed.make_context("ostinato", list(arguments)) as context:
+            with (
+                process or nullcontext(),
+                parsed.make_context("ostinato", list(arguments)) as context,
+            ):
                 parsed.invoke(context)
         except InputError as error:
             error.args = (as_typed(str(error), _invoked(parsed, arguments)),)
@@ -85,6 +90,4 @@ def _invoked(command: Any, arguments: Sequence[str]) -> Any:
 
 def main() -> None:
     """The entry point."""
-    with own_process():
-        status = run(sys.argv[1:])
-    sys.exit(status)
+    sys.exit(run(sys.argv[1:], own_process()))

@@ -250,7 +250,10 @@ def _bound(addresses: Iterable[tuple[Any, ...]], port: int) -> tuple[socket.sock
     with ExitStack() as closing:
         for family, host, _, *others in addresses:
             try:
-                one = closing.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                # With the protocol by its number: asyncio sets TCP_NODELAY only then, and without
+                # it an answer's second piece waits for the client's acknowledgement, 40 ms.
+                kind = family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+                one = closing.enter_context(socket.socket(*kind))
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
