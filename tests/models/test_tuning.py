@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -853,7 +853,7 @@ def break_tuning(path: Path, name: str, value: Any) -> None:
     path.write_text(json.dumps(record))
 
 
-_VECTOR = {"kind": "vector", "lanes": 8, "split": 1, "pairs": 1, "warps": 2, "turns": 1}
+_VECTOR = {"lanes": 8, "split": 1, "pairs": 1, "warps": 2, "turns": 1}
 DAMAGE = {
     "torn": lambda path: path.write_text(path.read_text()[:200]),
     "empty": lambda path: path.write_bytes(b""),
@@ -873,7 +873,9 @@ DAMAGE = {
     "illegal": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 7}),
     "field": lambda path: break_tuning(path, "qkv", _VECTOR),
     "text": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": "0; rm -rf"}),
-    "kind": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 0, "kind": []}),
+    "another kind": lambda path: break_tuning(
+        path, "qkv", asdict(shapes.MatrixShape(8, 2, 1, 128))
+    ),
     "attention": lambda path: break_tuning(path, "attention", {"queries": 1}),
     "starts": lambda path: break_tuning(path, "start_next", {"head": 3}),
     "place": lambda path: break_tuning(path, "start_next", {"head": "0) evil("}),
