@@ -252,8 +252,8 @@ def test_the_attention_beside_a_library_is_that_of_the_shape() -> None:
         given: Any = {"rows": rows, "context": 500}
         tuning = shapes.default_tuning(config, clusters=True, **given)
         cut = kc.Lowering(config, rows, tuning, library=True)
-        assert cut.macros("attention", {})["ATTENTION_TILED"] == str(int(rows > 1))
-        assert cut.macros("attention", {})["ROUND_ATTENDED"] == "1"
+        assert cut.macros("attention", {})["ATTENTION_TILED"] == int(rows > 1)
+        assert cut.macros("attention", {})["ROUND_ATTENDED"] == 1
     wide = config_of(8, 4, 256, hidden=136, inner=88, vocabulary=67)
     tuning = shapes.default_tuning(wide, rows=8, context=70)
     shared = replace(tuning, attention=replace(tuning.attention, splits=1, resident=1))
