@@ -1040,9 +1040,13 @@ def test_off_switches_and_profiling_have_their_reasons(
     decoder.device_state = True
     with decoder.profile() as times:
         tokens += decoder.run(count=5, tokens_per_launch=4)
-    assert times.by_kernel()["embed"].launches == 5
+    by_kernel = times.by_kernel()
+    assert by_kernel["embed"].launches == 5
+    launches = 5 * decoder.statistics().launches_per_token
+    assert sum(one.launches for one in by_kernel.values()) == launches
+    assert all(one.seconds > 0 for one in by_kernel.values())
     with decoder.graph() as graph:
-        assert {node.name for node in graph.nodes()} <= set(times.by_kernel())
+        assert {node.name for node in graph.nodes()} <= {*by_kernel}
     tokens += decoder.run(count=5, tokens_per_launch=4)
     assert tokens == wanted["PROMPT"][1:16]
     assert decoder.statistics().one_by_one == {

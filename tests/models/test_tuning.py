@@ -125,26 +125,23 @@ def test_every_candidate_is_a_legal_launch_that_covers_all(
         assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9, 16, 32, 64])
-def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "multiprocessors"),
+    [
+        *((rows, 132) for rows in (2, 8, 9, 16, 32, 64)),
+        *((1, count) for count in (16, 78, 132, 160)),
+    ],
+)
+def test_the_rule_is_legal_for_every_width(rows: int, multiprocessors: int) -> None:
     for hidden in range(64, 8192 + 64, 192):
-        for inner, vocabulary, clusters in ((hidden, 8192, True), (8 * hidden, 64 * hidden, False)):
-            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=vocabulary)
-            has = {"clusters": clusters, "warpgroups": clusters}
+        inners = (hidden, 8 * hidden) if rows > 1 else (hidden, min(4 * hidden, 28672))
+        for inner, clusters in zip(inners, (True, False), strict=True):
+            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=64 * hidden)
+            has: Any = {"clusters": clusters, "warpgroups": clusters}
             for fast in (False, True):
-                tuning = shapes.default_tuning(config, rows=rows, fast_memory=fast, **has)
+                known = has | {"multiprocessors": multiprocessors, "fast_memory": fast}
+                tuning = shapes.default_tuning(config, rows=rows, **known)
                 assert problems_of(config, rows, tuning, **has) == (), hidden
-
-
-@pytest.mark.parametrize("multiprocessors", [16, 78, 132, 160])
-def test_the_rule_for_one_row_is_legal_for_every_width(multiprocessors: int) -> None:
-    for hidden in range(64, 8192 + 64, 192):
-        for inner, clusters in ((hidden, True), (min(4 * hidden, 28672), False)):
-            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=16 * hidden)
-            given: Any = {"clusters": clusters, "multiprocessors": multiprocessors}
-            for fast in (False, True):
-                tuning = shapes.default_tuning(config, fast_memory=fast, **given)
-                assert problems_of(config, 1, tuning, clusters=clusters) == (), hidden
 
 
 def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None:
@@ -381,25 +378,20 @@ def test_blocks_that_share_all_rows_compile_without_local_memory(
     assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_there_is_something_to_try_on_small_gpus(rows: int) -> None:
-    """One row of 70B has candidates too: it is multiplied as several rows are."""
+@pytest.mark.parametrize(
+    ("name", "rows", "shared"),
+    [
+        *((name, rows, shapes.MAX_SHARED) for name in ("135M", "8B") for rows in (1, 8)),
+        *(("70B", rows, SMALL_SHARED) for rows in (1, 8, 64)),
+    ],
+)
+def test_there_is_something_to_try(name: str, rows: int, shared: int) -> None:
+    """On small GPUs one row of 70B too, which is multiplied as several rows are."""
     for stage in STAGES:
-        made = candidates(CONFIGS["70B"], rows, stage, SMALL_SHARED)
+        made = candidates(CONFIGS[name], rows, stage, shared)
         assert len(made) >= 8, stage
-        assert all(isinstance(one.down, shapes.MatrixShape) for one in made)
-    assert not candidates(CONFIGS["70B"], 1, "block", SMALL_SHARED)
-
-
-@pytest.mark.parametrize("name", ["135M", "8B"])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_there_is_something_to_try(name: str, rows: int) -> None:
-    small = name == "135M" and rows == 1
-    assert (
-        bool(block_variants(shapes.default_tuning(CONFIGS[name]), CONFIGS[name], 132)) or not small
-    )
-    for stage in STAGES:
-        assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
+        assert all(one.tiles for one in made) or name != "70B"
+    assert bool(candidates(CONFIGS[name], 1, "block", shared)) == (name == "135M")
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
