@@ -869,6 +869,8 @@ DAMAGE = {
         path, "qkv", asdict(shapes.MatrixShape(8, 2, 1, 128))
     ),
     "attention": lambda path: break_tuning(path, "attention", {"queries": 1}),
+    "names alone": lambda path: break_tuning(path, "attention", [*asdict(tuned().attention)]),
+    "no starts": lambda path: break_tuning(path, "start_next", [["head", "NEVER"]]),
     "starts": lambda path: break_tuning(path, "start_next", {"head": 3}),
     "place": lambda path: break_tuning(path, "start_next", {"head": "0) evil("}),
     "more": lambda path: break_tuning(path, "colour", "red"),
