@@ -140,15 +140,6 @@ def test_logits_equal_float64(host_device: Device, tmp_path: Path, name: str) ->
         assert token == theirs.argmax()
 
 
-def test_prefill_goes_on_behind_what_is_there(decoder: Decoder) -> None:
-    whole = generate(decoder, 1)
-    decoder.reset()
-    decoder.prefill(PROMPT[:4])
-    decoder.prefill(PROMPT[4:5])  # the token chosen in between is dropped
-    assert [decoder.prefill(PROMPT[5:])] == whole
-    assert decoder.tokens() == (*PROMPT, *whole)
-
-
 # --------------------------------------------------------------- eager, captured, recorded, by host
 
 
@@ -162,16 +153,6 @@ def test_the_environment_switches_graphs_off(
     with Decoder(host_device, tiny, stop_tokens=(), graphs=True) as decoder:
         generate(decoder, 4)
         assert decoder.statistics().graphs_captured > 0
-
-
-def test_switching_device_state_changes_nothing_else(decoder: Decoder) -> None:
-    tokens = generate(decoder, 12)
-    decoder.reset()
-    again = [decoder.prefill(PROMPT)]
-    for index in range(11):
-        decoder.device_state = index % 3 != 0
-        again.append(decoder.decode())
-    assert again == tokens
 
 
 def test_device_state_is_token_position_and_length(decoder: Decoder) -> None:
@@ -239,20 +220,6 @@ def test_unmet_preconditions_run_eagerly(decoder: Decoder, precondition: str, sp
     assert after.launches_replayed == before.launches_replayed
     assert after.eager_reasons["a precondition is not met"] == 6
     assert precondition in decoder.last_decision.detail
-
-
-def test_profiling_times_every_operation_eagerly(decoder: Decoder) -> None:
-    tokens = generate(decoder, 6)
-    with decoder.profile() as times:
-        assert generate(decoder, 3) == tokens[:3]
-    assert decoder.statistics().eager_reasons["profiling per operation"] == 3
-    by_kernel = times.by_kernel()
-    assert by_kernel["attention"].launches == 3 * CONFIG.layers
-    assert by_kernel["head"].launches == 3
-    assert all(time.seconds > 0 for time in by_kernel.values())
-    replayed = decoder.statistics().launches_replayed
-    decoder.decode()
-    assert decoder.statistics().launches_replayed == replayed + 1
 
 
 def test_the_captured_graph_can_be_read(decoder: Decoder) -> None:
@@ -338,16 +305,6 @@ def test_stops_at_the_context(host_device: Device, tiny: Path) -> None:
         decoder.reset()
         with pytest.raises(InputError, match="room for 16 more of 16"):
             decoder.prefill([1] * 17)
-
-
-def test_truncate_takes_tokens_back(decoder: Decoder) -> None:
-    tokens = generate(decoder, 8)
-    decoder.truncate(len(PROMPT) + 3)
-    assert decoder.tokens() == (*PROMPT, *tokens[:3])
-    assert [decoder.decode() for _ in range(5)] == tokens[3:]
-    decoder.truncate(0)
-    with pytest.raises(InputError, match="sequence 0 has no token to decode"):
-        decoder.decode()
 
 
 def test_sizes_of_any_integer_type(host_device: Device, tiny: Path) -> None:
@@ -570,17 +527,6 @@ def test_replays_of_a_decoder_are_profiled_as_a_steps(
         assert len(list(decoder.run(count=40))) == 40
     printed = re.findall(r"^ostinato: replay (\d+) of decode", capsys.readouterr().err, re.M)
     assert printed == ["1", "65"]
-
-
-def test_nan_logits_are_an_error(host_device: Device, tmp_path: Path) -> None:
-    values = weights()
-    values["final_norm"][3] = np.nan
-    path = write_gguf(tmp_path / "broken.gguf", values)
-    with (
-        Decoder(host_device, path) as decoder,
-        pytest.raises(ModelError, match="sequence 0, position 11: the logits hold NaN"),
-    ):
-        decoder.prefill(PROMPT)
 
 
 WRONG: list[tuple[Callable[[Decoder], object], str]] = [

@@ -169,8 +169,6 @@ def test_a_whole_loop_is_one_launch_and_no_host_write(
     assert after.host_writes == before.host_writes
     assert after.decoded_tokens - before.decoded_tokens == 32
     assert after.decode_seconds > before.decode_seconds
-    assert after.launches_per_token_replayed < 1
-    assert after.launches_per_token_eager >= 1
 
 
 def test_a_replayed_token_is_one_launch_and_no_host_write(decoder: Decoder) -> None:
@@ -303,8 +301,8 @@ def test_the_ring_is_never_overrun(decoder: Decoder, options: dict[str, Any]) ->
         again = []
         for token in decoder.run(**options):
             again.append(token)
-            if len(again) in (1, 20, 200):
-                time.sleep(0.2)
+            if len(again) in (1, 200):
+                time.sleep(0.1)
         assert again == tokens
         assert len(decoder.tokens()) == CONTEXT + 1
 
@@ -1042,9 +1040,13 @@ def test_off_switches_and_profiling_have_their_reasons(
     decoder.device_state = True
     with decoder.profile() as times:
         tokens += decoder.run(count=5, tokens_per_launch=4)
-    assert times.by_kernel()["embed"].launches == 5
+    by_kernel = times.by_kernel()
+    assert by_kernel["embed"].launches == 5
+    launches = 5 * decoder.statistics().launches_per_token
+    assert sum(one.launches for one in by_kernel.values()) == launches
+    assert all(one.seconds > 0 for one in by_kernel.values())
     with decoder.graph() as graph:
-        assert {node.name for node in graph.nodes()} <= set(times.by_kernel())
+        assert {node.name for node in graph.nodes()} <= {*by_kernel}
     tokens += decoder.run(count=5, tokens_per_launch=4)
     assert tokens == wanted["PROMPT"][1:16]
     assert decoder.statistics().one_by_one == {

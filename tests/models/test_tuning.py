@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,26 +125,23 @@ def test_every_candidate_is_a_legal_launch_that_covers_all(
         assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9, 16, 32, 64])
-def test_the_rule_for_few_rows_is_legal_for_every_width(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "multiprocessors"),
+    [
+        *((rows, 132) for rows in (2, 8, 9, 16, 32, 64)),
+        *((1, count) for count in (16, 78, 132, 160)),
+    ],
+)
+def test_the_rule_is_legal_for_every_width(rows: int, multiprocessors: int) -> None:
     for hidden in range(64, 8192 + 64, 192):
-        for inner, vocabulary, clusters in ((hidden, 8192, True), (8 * hidden, 64 * hidden, False)):
-            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=vocabulary)
-            has = {"clusters": clusters, "warpgroups": clusters}
+        inners = (hidden, 8 * hidden) if rows > 1 else (hidden, min(4 * hidden, 28672))
+        for inner, clusters in zip(inners, (True, False), strict=True):
+            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=64 * hidden)
+            has: Any = {"clusters": clusters, "warpgroups": clusters}
             for fast in (False, True):
-                tuning = shapes.default_tuning(config, rows=rows, fast_memory=fast, **has)
+                known = has | {"multiprocessors": multiprocessors, "fast_memory": fast}
+                tuning = shapes.default_tuning(config, rows=rows, **known)
                 assert problems_of(config, rows, tuning, **has) == (), hidden
-
-
-@pytest.mark.parametrize("multiprocessors", [16, 78, 132, 160])
-def test_the_rule_for_one_row_is_legal_for_every_width(multiprocessors: int) -> None:
-    for hidden in range(64, 8192 + 64, 192):
-        for inner, clusters in ((hidden, True), (min(4 * hidden, 28672), False)):
-            config = config_of(hidden // 64, 1, 64, inner=inner, vocabulary=16 * hidden)
-            given: Any = {"clusters": clusters, "multiprocessors": multiprocessors}
-            for fast in (False, True):
-                tuning = shapes.default_tuning(config, fast_memory=fast, **given)
-                assert problems_of(config, 1, tuning, clusters=clusters) == (), hidden
 
 
 def test_few_rows_of_a_large_model_hold_more_weights_and_prefetch_more() -> None:
@@ -252,8 +249,8 @@ def test_the_attention_beside_a_library_is_that_of_the_shape() -> None:
         given: Any = {"rows": rows, "context": 500}
         tuning = shapes.default_tuning(config, clusters=True, **given)
         cut = kc.Lowering(config, rows, tuning, library=True)
-        assert cut.macros("attention", {})["ATTENTION_TILED"] == str(int(rows > 1))
-        assert cut.macros("attention", {})["ROUND_ATTENDED"] == "1"
+        assert cut.macros("attention", {})["ATTENTION_TILED"] == int(rows > 1)
+        assert cut.macros("attention", {})["ROUND_ATTENDED"] == 1
     wide = config_of(8, 4, 256, hidden=136, inner=88, vocabulary=67)
     tuning = shapes.default_tuning(wide, rows=8, context=70)
     shared = replace(tuning, attention=replace(tuning.attention, splits=1, resident=1))
@@ -381,25 +378,20 @@ def test_blocks_that_share_all_rows_compile_without_local_memory(
     assert check(KernelCheck(name, one.source, one.options), arch).problems == ()
 
 
-@pytest.mark.parametrize("rows", [1, 8, 64])
-def test_there_is_something_to_try_on_small_gpus(rows: int) -> None:
-    """One row of 70B has candidates too: it is multiplied as several rows are."""
+@pytest.mark.parametrize(
+    ("name", "rows", "shared"),
+    [
+        *((name, rows, shapes.MAX_SHARED) for name in ("135M", "8B") for rows in (1, 8)),
+        *(("70B", rows, SMALL_SHARED) for rows in (1, 8, 64)),
+    ],
+)
+def test_there_is_something_to_try(name: str, rows: int, shared: int) -> None:
+    """On small GPUs one row of 70B too, which is multiplied as several rows are."""
     for stage in STAGES:
-        made = candidates(CONFIGS["70B"], rows, stage, SMALL_SHARED)
+        made = candidates(CONFIGS[name], rows, stage, shared)
         assert len(made) >= 8, stage
-        assert all(isinstance(one.down, shapes.MatrixShape) for one in made)
-    assert not candidates(CONFIGS["70B"], 1, "block", SMALL_SHARED)
-
-
-@pytest.mark.parametrize("name", ["135M", "8B"])
-@pytest.mark.parametrize("rows", [1, 8])
-def test_there_is_something_to_try(name: str, rows: int) -> None:
-    small = name == "135M" and rows == 1
-    assert (
-        bool(block_variants(shapes.default_tuning(CONFIGS[name]), CONFIGS[name], 132)) or not small
-    )
-    for stage in STAGES:
-        assert len(candidates(CONFIGS[name], rows, stage)) >= 8, stage
+        assert all(one.tiles for one in made) or name != "70B"
+    assert bool(candidates(CONFIGS[name], 1, "block", shared)) == (name == "135M")
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
@@ -853,7 +845,7 @@ def break_tuning(path: Path, name: str, value: Any) -> None:
     path.write_text(json.dumps(record))
 
 
-_VECTOR = {"kind": "vector", "lanes": 8, "split": 1, "pairs": 1, "warps": 2, "turns": 1}
+_VECTOR = {"lanes": 8, "split": 1, "pairs": 1, "warps": 2, "turns": 1}
 DAMAGE = {
     "torn": lambda path: path.write_text(path.read_text()[:200]),
     "empty": lambda path: path.write_bytes(b""),
@@ -873,8 +865,12 @@ DAMAGE = {
     "illegal": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 7}),
     "field": lambda path: break_tuning(path, "qkv", _VECTOR),
     "text": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": "0; rm -rf"}),
-    "kind": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 0, "kind": []}),
+    "another kind": lambda path: break_tuning(
+        path, "qkv", asdict(shapes.MatrixShape(8, 2, 1, 128))
+    ),
     "attention": lambda path: break_tuning(path, "attention", {"queries": 1}),
+    "names alone": lambda path: break_tuning(path, "attention", [*asdict(tuned().attention)]),
+    "no starts": lambda path: break_tuning(path, "start_next", [["head", "NEVER"]]),
     "starts": lambda path: break_tuning(path, "start_next", {"head": 3}),
     "place": lambda path: break_tuning(path, "start_next", {"head": "0) evil("}),
     "more": lambda path: break_tuning(path, "colour", "red"),

@@ -868,15 +868,10 @@ class Decoder(Closeable):
         for step in steps.values():
             reasons.update(step.eager_reasons)
             quarantined.update(step.quarantined)
-        sampling = [step for name, step in steps.items() if name != "prefill"]
-        eager = sum(step.launches_eager for step in sampling)
-        replayed = sum(step.replays for step in sampling)
         return DecoderStatistics(
             launches_eager=sum(step.launches_eager for step in steps.values()),
             launches_replayed=sum(step.replays for step in steps.values()),
             launches_per_token=self._steps.launches,
-            launches_per_token_eager=_ratio(eager, phases.tokens_eager),
-            launches_per_token_replayed=_ratio(replayed, phases.tokens_replayed),
             graphs_captured=sum(step.captures for step in steps.values()),
             eager_reasons=dict(reasons),
             one_by_one=dict(phases.one_by_one),
@@ -1023,10 +1018,6 @@ def _digest(tokens: list[int]) -> str:
     """Returns the number of tokens and their digest, as text."""
     digest = hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), digest_size=8).hexdigest()
     return f"{len(tokens)} tokens ({digest})"
-
-
-def _ratio(launches: int, tokens: int) -> float:
-    return launches / tokens if tokens else 0.0
 
 
 def _stop_tokens(tokens: Iterable[int], config: LlamaConfig) -> tuple[int, ...]:

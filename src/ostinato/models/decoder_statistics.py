@@ -20,23 +20,12 @@ class Phases:
     tokens: Counter[str] = field(default_factory=Counter)
     host_writes: int = 0
     """The number of staged copies of rows to the device."""
-    tokens_eager: int = 0
-    """Tokens chosen by steps that ran launch by launch."""
-    tokens_replayed: int = 0
-    """Tokens chosen by replays."""
     one_by_one: Counter[str] = field(default_factory=Counter)
     """Runs that waited for each step, launched one step for one token although more were wanted, or
     did not draft although the decoder can, by reason."""
     lookup_tokens: int = 0
     """Tokens chosen by steps that draft."""
     lookup_steps: int = 0
-
-    def sampled(self, tokens: int, *, eagerly: bool) -> None:
-        """Counts chosen tokens, including those at the ends of prompts."""
-        if eagerly:
-            self.tokens_eager += tokens
-        else:
-            self.tokens_replayed += tokens
 
     @contextmanager
     def measure(self, phase: str, tokens: int = 0) -> Iterator[None]:
@@ -95,8 +84,7 @@ class DecoderStatistics:
 
     `launches_eager`: operations launched one by one.  `launches_replayed`: graph launches.
     `launches_per_token`: the operations of one decode step of one row, which one graph launch
-    replaces.  `launches_per_token_eager`, `launches_per_token_replayed`: measured averages,
-    launches of the steps that choose tokens divided by these tokens; 0 if there were no tokens.
+    replaces.
     `eager_reasons`: eager steps by reason.  `one_by_one`: runs (`Decoder.run`) that waited for each
     step, launched one step for one token although more were wanted, or did not draft although the
     decoder can, by reason.  `lookup_tokens`: those of the decoded tokens of sequences
@@ -114,8 +102,6 @@ class DecoderStatistics:
     launches_eager: int
     launches_replayed: int
     launches_per_token: int
-    launches_per_token_eager: float
-    launches_per_token_replayed: float
     graphs_captured: int
     eager_reasons: dict[str, int]
     one_by_one: dict[str, int]

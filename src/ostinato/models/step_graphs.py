@@ -143,17 +143,16 @@ class StepGraphs:
                 )
         self._loops: dict[tuple[int, str], GraphedStep] = {}
 
-    def end(self, rows: int, *, drafts: bool = False) -> Decision:
+    def end(self, rows: int, *, drafts: bool = False) -> None:
         """Runs the rest of a step that samples, after the same rows were run with `sampled=False`;
         ranks have all logits.  Does not wait."""
         self._check()
         step = self._steps[_LOOKUP_ENDING if drafts else _ENDING]
         self.last_decision = step(rows=max(rows, self._least))
-        return self.last_decision
 
     def __call__(
         self, rows: int, *, sampled: bool = True, tokens: int = 1, drafts: bool = False
-    ) -> Decision:
+    ) -> None:
         """Runs the step on the first `rows` of the plan's rows, `tokens` times.  Does not wait.
 
         `tokens` may exceed 1 only if the step samples and all active rows are FROM_STATE.
@@ -161,7 +160,6 @@ class StepGraphs:
         """
         rows = max(rows, self._least)
         self.last_decision = self._step(rows, sampled, tokens, drafts)(rows=rows)
-        return self.last_decision
 
     def hold(self, rows: int, *, tokens: int = 1, drafts: bool = False) -> HeldReplay:
         """Returns the graph of a step that samples, held for many launches: `GraphedStep.hold`."""
@@ -178,12 +176,6 @@ class StepGraphs:
             self._ready.add(rows)
         name = self._name(sampled, drafts)
         return self._steps[name] if tokens == 1 else self._loop(tokens, name)
-
-    def ran_eagerly(self, decision: Decision) -> bool:
-        """True if a step with this decision was launched operation by operation."""
-        recorded = decision.action is Action.BUILD and self._build == "record"
-        recorded = recorded and self._ranks is None
-        return decision.action is Action.EAGER or recorded
 
     def _name(self, sampled: bool, drafts: bool = False) -> str:
         """Returns the name of the step."""

@@ -275,11 +275,11 @@ class Stepper:
         self._settled = False
         masked = {one.index for one in sequences} & {*(masks.sequences if masks else ())}
         if masks is None or not masked:
-            decision = self.steps(rows)
+            self.steps(rows)
         else:
             self.steps(rows, sampled=False)
             self._fill(masks, masked)
-            decision = self.steps.end(rows)
+            self.steps.end(rows)
         self._wait(sequences, steps, last=True)
         self._settled = True
         chosen, failed = self._take(sequences, steps, pieces)
@@ -289,7 +289,6 @@ class Stepper:
             if sequence.index not in failed:
                 sequence.on_device = True
                 sequence.ahead = False
-        self.phases.sampled(len(chosen), eagerly=self.steps.ran_eagerly(decision))
         return chosen, failed
 
     def _fill(self, masks: TokenMasks, masked: Iterable[int]) -> None:
@@ -383,10 +382,8 @@ class Stepper:
         steps = [1] * len(sequences)
         self._wait(sequences, steps, last=False)
         chosen, failed = self._take(sequences, steps)
-        count = len(chosen)
         phases = self.phases
-        phases.tokens["decode"] += count
-        phases.sampled(count, eagerly=False)
+        phases.tokens["decode"] += len(chosen)
         phases.seconds["decode"] += time.perf_counter() - begin
         return _all(chosen, failed)
 

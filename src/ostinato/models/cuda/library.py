@@ -61,7 +61,6 @@ from ostinato.models.program import (
     KernelCall,
     parameter_names,
 )
-from ostinato.modules import CompileOptions
 
 _Arguments: TypeAlias = dict[str, CallArgument]
 
@@ -318,15 +317,10 @@ class LibraryLowering:
         positions = 64 if c.head_size <= 64 and tiles == 1 else 32
         rows, threads = 16 * tiles * warps, 32 * warps * queries
         shared = 4 * positions * -(-c.head_size // 64) * 128  # keys and values, twice
-        macros = self._heads_macros | {"PIECE_QUERIES": str(queries), "PIECE_ROWS": str(rows)}
-        macros |= {"PIECE_TILES": str(tiles), "PIECE_POSITIONS": str(positions)}
-        return kc.CudaLaunch(
-            "piece_attention",
-            _piece_attention(),
-            CompileOptions(defines=tuple(macros.items())),
-            LaunchConfig((heads, -(-self.rows // rows), 1), threads, shared),
-            tuple((name, given[name]) for name in parameter_names(_PIECE_ATTENTION)),
-        )
+        macros = self._heads_macros | {"PIECE_QUERIES": queries, "PIECE_ROWS": rows}
+        macros |= {"PIECE_TILES": tiles, "PIECE_POSITIONS": positions}
+        shape = LaunchConfig((heads, -(-self.rows // rows), 1), threads, shared)
+        return kc.CudaLaunch.of("piece_attention", _piece_attention(), macros, shape, given)
 
     @property
     def _warpgroup_cut(self) -> tuple[int, int]:
@@ -348,21 +342,16 @@ class LibraryLowering:
         c, (groups, blocks) = self.config, self._warpgroup_cut
         positions, stages = (64, 4) if c.head_size == 64 else (128, 2)
         shared = (64 * groups + 2 * stages * positions) * c.head_size * 2 + 4 * self.rows
-        macros = self._heads_macros | {"WARPGROUPS": str(groups), "STAGES": str(stages)}
-        macros |= {"PIECE_POSITIONS": str(positions)}
-        return kc.CudaLaunch(
-            "warpgroup_attention",
-            _warpgroup_attention(),
-            CompileOptions(defines=tuple(macros.items()), arch="sm_90a"),
-            LaunchConfig(blocks, 128 * (groups + 1), shared),
-            tuple((name, given[name]) for name in parameter_names(_WARPGROUP_ATTENTION)),
-        )
+        macros = self._heads_macros | {"WARPGROUPS": groups, "STAGES": stages}
+        macros |= {"PIECE_POSITIONS": positions}
+        shape, kernel = LaunchConfig(blocks, 128 * (groups + 1), shared), "warpgroup_attention"
+        return kc.CudaLaunch.of(kernel, _warpgroup_attention(), macros, shape, given, arch="sm_90a")
 
     # --- parts
     @property
-    def _heads_macros(self) -> dict[str, str]:
-        found = {k: str(self.own.shape_macros[k]) for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
-        return found | {name: str(value) for name, value in kc.family_macros(self.config).items()}
+    def _heads_macros(self) -> dict[str, int]:
+        found = {k: self.own.shape_macros[k] for k in ("HEADS", "KV_HEADS", "HEAD_SIZE")}
+        return found | kc.family_macros(self.config)
 
     def _norm(self, given: _Arguments) -> kc.CudaLaunch:
         return self.own.norm({**given, "out": kc.CARRIED, "squares": ABSENT, "half": 0})
@@ -388,14 +377,7 @@ class LibraryLowering:
             given |= {"columns": product.inputs, "first": first}
             given["size"] = pair_size(self.config, weight.name)
             shape = LaunchConfig(2 * part.pairs, _UNPACK_THREADS)
-            made.append(
-                kc.CudaLaunch(
-                    f"{part.kind}_to_rows",
-                    unpack_source(),
-                    CompileOptions(),
-                    shape,
-                    tuple(given.items()),
-                )
-            )
+            kernel = f"{part.kind}_to_rows"
+            made.append(kc.CudaLaunch.of(kernel, unpack_source(), {}, shape, given))
             offset, first = offset + part.nbytes(product.inputs), first + 2 * part.pairs
         return [*made, ProductCall(name, product, _UNPACKED, inputs, out)]

@@ -223,6 +223,25 @@ class CudaLaunch:
     calls: int = 1
     """The number of consecutive calls of the program that the launch computes."""
 
+    @classmethod
+    def of(
+        cls,
+        kernel: str,
+        source: Source,
+        macros: Mapping[str, object],
+        config: LaunchConfig,
+        given: Mapping[str, CallArgument],
+        *,
+        arch: str | None = None,
+        calls: int = 1,
+    ) -> CudaLaunch:
+        """Returns a launch whose kernel is compiled with these macros; of the arguments in `given`
+        it has those that the kernel takes."""
+        options = CompileOptions(defines=tuple((k, str(v)) for k, v in macros.items()), arch=arch)
+        names = [parameter.name for parameter in source.signatures[kernel].parameters]
+        arguments = tuple((name, given[name]) for name in names)
+        return cls(kernel, source, options, config, arguments, calls)
+
     @property
     def signature(self) -> Signature:
         return self.source.signatures[self.kernel]
@@ -490,7 +509,7 @@ class Lowering:
 
     def macros(
         self, kernel: str, given: Mapping[str, CallArgument], packing: _Packing = None
-    ) -> dict[str, str]:
+    ) -> dict[str, object]:
         """Returns the macros that a kernel's source needs, and no others, so that equal code is
         compiled once.
 
@@ -586,8 +605,7 @@ class Lowering:
             found = {"HIDDEN": c.hidden, "VOCAB": vocabulary, "EMBED_THREADS": threads}
             if packing is not None:
                 found |= {"PACKED": 1, "EMBED_FORMAT": packing[0].kind}
-        found["START_NEXT"] = self.starts(kernel)
-        return {name: str(value) for name, value in found.items()}
+        return found | {"START_NEXT": self.starts(kernel)}
 
     def _product_macros(
         self,
@@ -724,33 +742,23 @@ class Lowering:
         given: Mapping[str, CallArgument],
     ) -> CudaLaunch:
         """Returns a launch of a kernel in pieces.cu."""
-        names = parameter_names(PIECE_SIGNATURES[kernel])
-        return CudaLaunch(
-            kernel,
-            _pieces(),
-            self._piece_options({"ROW_THREADS": ROW_THREADS}),
-            LaunchConfig(grid, threads, programmatic=self.tuning.programmatic),
-            tuple((name, given[name]) for name in names),
-        )
+        shape = LaunchConfig(grid, threads, programmatic=self.tuning.programmatic)
+        macros = self._piece_macros | {"ROW_THREADS": ROW_THREADS}
+        return CudaLaunch.of(kernel, _pieces(), macros, shape, given)
 
     def shared_rows(self, given: Mapping[str, CallArgument]) -> CudaLaunch:
         """Returns a launch of rows_of_ranks.cu; `given`: see `sharding.carrying_sums`."""
         ranks, grid = given["ranks"], given["grid"]
         assert isinstance(ranks, int) and isinstance(grid, int)
-        kernel = "rows_of_ranks"
-        return CudaLaunch(
-            kernel,
-            _source(kernel, of_ranks=True),
-            self._piece_options(exchange_macros(given)),
-            LaunchConfig(min(grid, -(-self.rows // ranks)), self._norm_threads),
-            tuple((name, given[name]) for name in parameter_names(SIGNATURES[kernel])),
-        )
+        kernel, macros = "rows_of_ranks", self._piece_macros | exchange_macros(given)
+        shape = LaunchConfig(min(grid, -(-self.rows // ranks)), self._norm_threads)
+        return CudaLaunch.of(kernel, _source(kernel, of_ranks=True), macros, shape, given)
 
-    def _piece_options(self, more: Mapping[str, object]) -> CompileOptions:
+    @property
+    def _piece_macros(self) -> dict[str, object]:
         """The macros of linear.cuh without the number of rows: all steps share the kernels."""
         macros: dict[str, object] = {k: v for k, v in self.shape_macros.items() if k != "ROWS"}
-        macros |= {"NORM_THREADS": self._norm_threads, **more}
-        return CompileOptions(defines=tuple((k, str(v)) for k, v in macros.items()))
+        return macros | {"NORM_THREADS": self._norm_threads}
 
     @property
     def _norm_threads(self) -> int:
@@ -771,24 +779,18 @@ class Lowering:
                 arguments.setdefault(name, ABSENT)
         # attention_block reads `embed`'s results before its wait, so it must not start early there.
         apart = after is None or (kernel == "attention_block" and after == "embed")
-        names = parameter_names(SIGNATURES.get(kernel) or ROUNDED_SIGNATURES[kernel])
         packing = self.packing(calls[0])
         programmatic = self.tuning.programmatic and not apart
-        return CudaLaunch(
+        of_ranks = kernel in (*_OF_ONE, CARRYING_SUM, BEST_OVER_RANKS)
+        file = _FILES.get(kernel, kernel)
+        return CudaLaunch.of(
             kernel,
-            _source(
-                _FILES.get(kernel, kernel),
-                packing is not None,
-                kernel in (*_OF_ONE, CARRYING_SUM, BEST_OVER_RANKS),
-                self.rounds,
-            ),
-            CompileOptions(
-                defines=tuple(self.macros(kernel, arguments, packing).items()),
-                arch=self.arch(kernel, packing),
-            ),
+            _source(file, packing is not None, of_ranks, self.rounds),
+            self.macros(kernel, arguments, packing),
             self.launch_config(kernel, packing, arguments, programmatic=programmatic),
-            tuple((name, arguments[name]) for name in names),
-            len(calls),
+            arguments,
+            arch=self.arch(kernel, packing),
+            calls=len(calls),
         )
 
     def launch_config(

