@@ -27,7 +27,7 @@ import threading
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ostinato import Device, Graph, GraphExec, MemoryRange, Stream
@@ -157,37 +157,22 @@ class Diverged(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
-    """The waits for numbers inside of one executable."""
-
-    record: Record
-    waits: list[Wait]
-
-    def read(self, fresh: list[Any]) -> int | None:
-        """Waits for the numbers after a launch.  Adds those that the call returns to `fresh`;
-        returns the index of the one that is another than in the chain, or None."""
-        other = self.record.wait()
-        if other is None:
-            for index, wait in enumerate(self.waits):
-                if wait.place is not None and wait.place.paths:
-                    fresh.append(wait.place.convert(self.record.seen(index)))
-        return other
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ChainLink:
-    """A graph and the operation that waits after it."""
+    """A graph and the waits after it."""
 
     executable: GraphExec | None
-    """The graph's executable; None if nothing was submitted before the wait."""
-    wait: Wait
-    numbers: Numbers | None = None
-    """The waits inside of the graph; None if there are none."""
+    """The graph's executable; None if nothing was submitted before the wait, and for the last graph
+    of a chain, which the caller launches."""
+    wait: Wait | None
+    """The operation that waits after the graph; None at the end."""
+    numbers: Sequence[Wait] = ()
+    """The waits for numbers inside of the graph."""
+    record: Record | None = None
+    """These numbers; None if there are none."""
 
     @property
     def waits(self) -> list[Wait]:
-        """The waits inside of the graph, and the one after it."""
-        return [*([] if self.numbers is None else self.numbers.waits), self.wait]
+        return [*self.numbers, *([] if self.wait is None else [self.wait])]
 
 
 class KeepingLibrary(Protocol):
@@ -210,8 +195,8 @@ class Chain:
     """The graphs of a call but the last, with the waits after them."""
 
     links: list[ChainLink]
-    last: Numbers | None = None
-    """The waits inside of the last graph; None if there are none."""
+    last: ChainLink
+    """The last graph, with the waits inside of it."""
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
     constants: Sequence[Any] = ()
@@ -244,23 +229,17 @@ class Chain:
     def waits(self) -> list[Wait]:
         """All waits, in the order in which the host sees their values.  Those that only bound a
         capture are not among them: whether they are there does not depend on the values before."""
-        found = [wait for link in self.links for wait in link.waits]
-        found += [] if self.last is None else self.last.waits
-        return [wait for wait in found if wait.line]
+        return [w for link in (*self.links, self.last) for w in link.waits if w.line]
 
     def run(self, stream: Stream) -> list[Any]:
         """Runs everything before the last graph; returns the values for `places`.
 
         Raises Diverged; NotLaunched, and StateLostError if some memory cannot be put back."""
         fresh: list[Any] = []
-        done = 0
         for index, link in enumerate(self.links):
-            numbers, wait = link.numbers, link.wait
             if link.executable is not None:
                 try:
-                    self._begin(index)
-                    if numbers is not None:
-                        numbers.record.begin(stream)
+                    self._begin(index, link, stream)
                     link.executable.launch(stream)
                 except ContextPoisonedError:
                     raise
@@ -268,53 +247,59 @@ class Chain:
                     if index:
                         self.stop(error)
                     raise NotLaunched(str(error)) from error
-            if numbers is not None:
-                done = self._read(numbers, done, fresh)
-            value, place = wait.again(), wait.place
-            if place is None:
-                if value != wait.value:
-                    raise Diverged((*self.values[:done], value), wait.line)
-            elif place.paths:
-                fresh.append(place.convert(value))
-            done += bool(wait.line)
+            self._read(link, fresh)
         for array, name, value in self.settled:
             setattr(array, name, value)
         try:
-            self._begin(len(self.links))
+            self._begin(len(self.links), self.last, stream)
         except NotLaunched as error:
             if self.links:
                 self.stop(error)
             raise
-        if self.last is not None:
-            self.last.record.begin(stream)
         return fresh
 
-    def _begin(self, index: int) -> None:
+    def _begin(self, index: int, link: ChainLink, stream: Stream) -> None:
+        """Prepares the launch of a link's graph."""
         for at, step in self.inside:
             if at == index:
                 step.begin()
                 self._begun.append(step)
+        if link.record is not None:
+            link.record.begin(stream)
 
-    def _read(self, numbers: Numbers, done: int, fresh: list[Any]) -> int:
-        """Waits for the numbers of a graph; returns the number of values that the host has seen.
-        `done`: of those before.  Raises Diverged."""
-        other = numbers.read(fresh)
-        if other is not None:
-            seen = numbers.record.seen(other)
-            raise Diverged((*self.values[: done + other], seen), numbers.waits[other].line)
-        return done + len(numbers.waits)
+    def _read(self, link: ChainLink, fresh: list[Any]) -> None:
+        """Waits for the values after the launch of a link's graph.  Adds those that the call
+        returns to `fresh`.  Raises Diverged."""
+        record, wait = link.record, link.wait
+        if record is not None:
+            other = record.wait()
+            if other is not None:
+                raise self._diverged(link.numbers[other], record.seen(other))
+            for index, each in enumerate(link.numbers):
+                if each.place is not None and each.place.paths:
+                    fresh.append(each.place.convert(record.seen(index)))
+        if wait is None:
+            return
+        value, place = wait.again(), wait.place
+        if place is None:
+            if value != wait.value:
+                raise self._diverged(wait, value)
+        elif place.paths:
+            fresh.append(place.convert(value))
+
+    def _diverged(self, wait: Wait, value: Hashable) -> Diverged:
+        return Diverged((*self.values[: self.waits.index(wait)], value), wait.line)
 
     def finish(self, put_back: Callable[[], None]) -> list[Any]:
         """Waits for the numbers of the last graph, after its launch; returns those for `places`.
 
         Raises Diverged.  `put_back`: the function that `start` returned; called if this raises."""
         fresh: list[Any] = []
-        if self.last is not None:
-            try:
-                self._read(self.last, len(self.values) - len(self.last.waits), fresh)
-            except BaseException:
-                put_back()
-                raise
+        try:
+            self._read(self.last, fresh)
+        except BaseException:
+            put_back()
+            raise
         return fresh
 
     def start(
@@ -458,21 +443,15 @@ class ChainBuilder:
         draws = self._drawn_together(room)
         links: list[ChainLink] = []
         run: list[ChainLink] = []
-        numbers: Numbers | None = None
-        executable: GraphExec | None = None
-        for link in [*self.links, None]:
-            if link is not None and (link.wait.scalar is not None or not link.wait.line):
-                run.append(link)
-                continue
-            executable = self.last if link is None else link.executable
-            made = _join(device, run, executable, self._harmless)
-            if made is None:
-                links, numbers = [*links, *run], None
-            else:
-                executable, numbers = made
-            if link is not None:
-                links.append(ChainLink(executable, link.wait, numbers))
-            run = []
+        for link in [*self.links, ChainLink(self.last, None)]:
+            run.append(link)
+            wait = link.wait
+            if wait is None or (wait.scalar is None and wait.line):
+                whole = _join(device, run, self._harmless)
+                links += run if whole is None else [whole]
+                run = []
+        last = links.pop()
+        executable = last.executable
         if links:
             for graph, drawn in draws:
                 drawn.read_at(graph, None)
@@ -483,7 +462,8 @@ class ChainBuilder:
             empty = Graph.create(device)
             empty.add_empty()
             executable = empty.instantiate()
-        chain = Chain(links, numbers, constants=self.constants, at_end=self.at_end)
+        last = replace(last, executable=None)
+        chain = Chain(links, last, constants=self.constants, at_end=self.at_end)
         for step in self._inside:
             try:
                 at = step.found_in([*[link.executable for link in links], executable])
@@ -500,7 +480,7 @@ class ChainBuilder:
             (graph, graph.before_launch) for graph in self.graphs if graph.before_launch is not None
         ]
         nbytes = sum(drawn.nbytes for _, drawn in draws)
-        apart = any(link.wait.scalar is None and link.wait.line for link in self.links)
+        apart = any(wait.scalar is None and wait.line for wait in self.waits)
         if room is None or nbytes > room.nbytes or apart or not self.links:
             return []
         place = room.address
@@ -509,31 +489,37 @@ class ChainBuilder:
             graph.before_launch, place = None, place + drawn.nbytes
         return draws
 
+    @property
+    def waits(self) -> list[Wait]:
+        """All waits so far, and where a part was ended without one."""
+        return [wait for link in self.links for wait in link.waits]
+
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
         """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
         return ResultPlace.of(frame, self._function, self._caller, given)
 
 
 def _join(
-    device: Device, run: Sequence[ChainLink], last: GraphExec | None, harmless: Collection[Graph]
-) -> tuple[GraphExec, Numbers] | None:
-    """Makes one graph of those of some links and a last one, if there are numbers between them, and
-    closes their executables; returns None if it cannot be made."""
+    device: Device, run: Sequence[ChainLink], harmless: Collection[Graph]
+) -> ChainLink | None:
+    """Makes one graph of those of some links, if there are numbers between them, and closes their
+    executables; returns None if it cannot be made."""
     parts: list[Graph | Scalar] = []
-    before = [link.executable for link in run]
-    for executable, link in zip([*before, last], [*run, None], strict=True):
-        if executable is not None:
-            parts.append(executable.graph)
-        if link is not None and link.wait.scalar is not None:
+    waits = []
+    for link in run:
+        if link.executable is not None:
+            parts.append(link.executable.graph)
+        if link.wait is not None and link.wait.scalar is not None:
             parts.append(link.wait.scalar)
-    waits = [link.wait for link in run if link.wait.scalar is not None]
+            waits.append(link.wait)
     made = join(device, parts, harmless) if waits else None
     if made is None:
         return None
-    for each in (*before, last):
-        if each is not None:
-            each.close()
-    return made[0], Numbers(made[1], waits)
+    for link in run:
+        if link.executable is not None:
+            link.executable.close()
+    executable, record = made
+    return ChainLink(executable, run[-1].wait, waits, record)
 
 
 def _nothing() -> None:

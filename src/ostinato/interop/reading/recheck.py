@@ -665,7 +665,7 @@ def recheck(
     written = [*dict.fromkeys(ranges)]
     owned, way = weakref.ref(captured), None
     chain, replay = captured.chain, subject.cache.replay
-    if chain is not None and (chain.last is not None or chain.inside) and not chain.places:
+    if chain is not None and (chain.last.record is not None or chain.inside) and not chain.places:
         replay = functools.partial(_replay_chain, subject, chain, [*call.state])
     if captured.moves is None or (chain is not None and chain.places):
         way = _Way(subject, made.match, line, owned, stream, written, [*call.state])
