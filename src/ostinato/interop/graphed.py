@@ -566,8 +566,7 @@ class Graphed(Guarded, Closeable):
             return None
         lines = [self._lines.get(each) for _, each in family]
         if any(line is not None and line.refused for line in lines):
-            family.clear()  # each of these keys raises
-            return None
+            return None  # each of these keys raises
         names, what = self._places_in_words(places, given)
         fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", words=names))
         self._give_up(
