@@ -12,7 +12,6 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.errors import ClosedError
 from ostinato.interop.reading import records
 from tests.gpu.foreign import library, making
 from tests.interop.cupy_programs import same
@@ -70,14 +69,6 @@ def test_shapes_types_and_numbers_are_keys(make: Make) -> None:
             for by in (2.0, 3.0):
                 assert same(step(x, by), f(x, by))
     assert [line.replays for line in step.statistics().keys] == [2] * 8, step.explain()
-
-
-def test_a_number_of_the_closure_changes(make: Make) -> None:
-    by = 2.0
-    step = make(lambda x: x * by)
-    x = randn(8)
-    for by in (2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 2.0):
-        assert same(step(x), x * by)
 
 
 def test_an_input_is_changed_in_place(make: Make) -> None:
@@ -289,13 +280,6 @@ def test_a_capture_that_fails_leaves_no_error_of_curand(make: Make) -> None:
     for number in range(9):
         x = randn(16) + number
         assert same(step(x), f(x)), number
-
-
-def test_closed(make: Make) -> None:
-    step = make(lambda x: x * 2)
-    step.close()
-    with pytest.raises(ClosedError):
-        step(randn(2))
 
 
 @pytest.mark.parametrize("size", [1000, 4099])
