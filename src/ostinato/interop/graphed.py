@@ -41,7 +41,7 @@ from ostinato.errors import (
     StateLostError,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.chains import Chain, Diverged, Raised
+from ostinato.interop.reading.chains import Chain, ChainReplay, Diverged, Raised
 from ostinato.interop.reading.checking import CallEffects
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
@@ -366,7 +366,7 @@ class Graphed(Guarded, Closeable):
         if captured is not None and made is not None:
             if captured.chain is not None:
                 try:
-                    work.finish(captured.chain)
+                    work.finish()
                 except Diverged:
                     self._engine.entered(line)[1].replays -= 1
                     raise
@@ -932,10 +932,8 @@ class _Work(Work):
     done = False
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
-    _before: Callable[[], None] | None = None
-    """A function that puts memory and generators back as they were before a chain."""
-    _ran: Chain | None = None
-    """The chain whose last graph is to be launched."""
+    _replay: ChainReplay | None = None
+    """The replay of a chain under way."""
     _built = False
     _learns: Captured | None = None
     _why = ""
@@ -1310,28 +1308,23 @@ class _Work(Work):
         """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
         as before the call."""
         try:
-            self.fresh, self._before = chain.start(
-                self.door._library, self.given.state, self.stream
-            )
+            self._replay = chain.start(self.door._library, self.given.state, self.stream)
         except StateLostError as lost:
             self.door._engine.lose(lost)
             raise
-        self._ran = chain
 
-    def finish(self, chain: Chain) -> None:
+    def finish(self) -> None:
         """Waits for the numbers inside of the last graph, after its launch.  Raises Diverged, with
         all memory as before the call."""
-        assert self._before is not None, "the chain was run"
-        self.fresh = [*self.fresh, *chain.finish(self._before)]
+        assert self._replay is not None, "the chain was run"
+        self._replay.finish()
+        self.fresh = self._replay.fresh
 
     def _put_back(self) -> None:
-        before, self._before = self._before, None
-        if before is not None:
-            before()
-        chain, self._ran = self._ran, None
-        if chain is not None and chain.links:  # its last graph was refused
+        replay, self._replay = self._replay, None
+        if replay is not None:  # its last graph was refused
             try:
-                chain.stop("the last of them")
+                replay.refused("the last of them")
             except StateLostError as lost:
                 self.door._engine.lose(lost)
                 raise
@@ -1345,7 +1338,7 @@ class _Work(Work):
             launch(self.bind(poisoned=turn == 2))
             assert self.captured is not None and self.made is not None
             if self.captured.chain is not None:
-                self.finish(self.captured.chain)
+                self.finish()
             return door._results(self, self.captured, self.made)
 
         def eager() -> Any:
@@ -1362,7 +1355,7 @@ class _Work(Work):
         else:
             node = memory.first_node(door._maker, executable, partial(self._stage, poisoned=False))
             report = replace(report, finding=replace(found, what=found.what + node))
-        self.made = self._before = self._ran = None
+        self.made = self._replay = None
         return report
 
 

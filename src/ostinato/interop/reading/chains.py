@@ -212,8 +212,6 @@ class Chain:
     inside: list[tuple[int, StepInside]] = field(default_factory=list)
     """The steps of optimisers inside of graphs, each with the index of its link; that of the last
     graph comes after those of the links."""
-    _begun: list[StepInside] = field(default_factory=list)
-    """The steps that the replay under way has begun."""
     at_end: Callable[[], object] | None = None
     """Called when the call has its result: it waits for the device as the call's own waits do."""
     settled: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -231,105 +229,15 @@ class Chain:
         capture are not among them: whether they are there does not depend on the values before."""
         return [w for link in (*self.links, self.last) for w in link.waits if w.line]
 
-    def run(self, stream: Stream) -> list[Any]:
-        """Runs everything before the last graph; returns the values for `places`.
+    def start(self, library: KeepingLibrary, state: Sequence[Any], stream: Stream) -> ChainReplay:
+        """Runs everything before the last graph.  `state`: as `ReadCall.state`.
 
-        Raises Diverged; NotLaunched, and StateLostError if some memory cannot be put back."""
-        fresh: list[Any] = []
-        for index, link in enumerate(self.links):
-            if link.executable is not None:
-                try:
-                    self._begin(index, link, stream)
-                    link.executable.launch(stream)
-                except ContextPoisonedError:
-                    raise
-                except (NotLaunched, OstinatoError) as error:
-                    if index:
-                        self.stop(error)
-                    raise NotLaunched(str(error)) from error
-            self._read(link, fresh)
-        for array, name, value in self.settled:
-            setattr(array, name, value)
-        try:
-            self._begin(len(self.links), self.last, stream)
-        except NotLaunched as error:
-            if self.links:
-                self.stop(error)
-            raise
-        return fresh
-
-    def _begin(self, index: int, link: ChainLink, stream: Stream) -> None:
-        """Prepares the launch of a link's graph."""
-        for at, step in self.inside:
-            if at == index:
-                step.begin()
-                self._begun.append(step)
-        if link.record is not None:
-            link.record.begin(stream)
-
-    def _read(self, link: ChainLink, fresh: list[Any]) -> None:
-        """Waits for the values after the launch of a link's graph.  Adds those that the call
-        returns to `fresh`.  Raises Diverged."""
-        record, wait = link.record, link.wait
-        if record is not None:
-            other = record.wait()
-            if other is not None:
-                raise self._diverged(link.numbers[other], record.seen(other))
-            for index, each in enumerate(link.numbers):
-                if each.place is not None and each.place.paths:
-                    fresh.append(each.place.convert(record.seen(index)))
-        if wait is None:
-            return
-        value, place = wait.again(), wait.place
-        if place is None:
-            if value != wait.value:
-                raise self._diverged(wait, value)
-        elif place.paths:
-            fresh.append(place.convert(value))
-
-    def _diverged(self, wait: Wait, value: Hashable) -> Diverged:
-        return Diverged((*self.values[: self.waits.index(wait)], value), wait.line)
-
-    def finish(self, put_back: Callable[[], None]) -> list[Any]:
-        """Waits for the numbers of the last graph, after its launch; returns those for `places`.
-
-        Raises Diverged.  `put_back`: the function that `start` returned; called if this raises."""
-        fresh: list[Any] = []
-        try:
-            self._read(self.last, fresh)
-        except BaseException:
-            put_back()
-            raise
-        return fresh
-
-    def start(
-        self, library: KeepingLibrary, state: Sequence[Any], stream: Stream
-    ) -> tuple[list[Any], Callable[[], None]]:
-        """Does as `run`; returns its values, and a function that puts back what a replay writes
-        before its last compared wait, with the generators.  `state`: as `ReadCall.state`.
-
-        Raises as `run`, with all that put back, except at StateLostError, and at Raised: nothing is
-        put back after a step of Python."""
-        written = [state[i] for i in self.saved if i < len(state)]
-        saved = [(array, library.clone(array)) for array in written]
-        random = library.save_random() if self.draws else None
-        self._begun.clear()
-
-        def put_back() -> None:
-            while self._begun:
-                self._begun.pop().back()
-            for array, content in saved:
-                library.copy(array, content)
-            if random is not None:
-                library.restore_random(random)
-
-        try:
-            return self.run(stream), put_back
-        except (Raised, StateLostError):
-            raise
-        except BaseException:
-            put_back()
-            raise
+        Raises Diverged and NotLaunched, with all put back that a replay writes before its last
+        compared wait, and the generators; StateLostError if some memory cannot be put back; and
+        Raised: nothing is put back after a step of Python."""
+        replay = ChainReplay(self, library, state, stream)
+        replay.begin()
+        return replay
 
     def stop(self, error: object) -> None:
         """Raises StateLostError if memory cannot be put back after a graph was refused."""
@@ -368,6 +276,111 @@ class Chain:
         text += f", steps of Python at {', '.join(steps)}" * bool(steps)
         inside = dict.fromkeys([step.line.partition(": ")[0] for _, step in self.inside])
         return text + f", numbers of Python for {', '.join(inside)}" * bool(inside)
+
+
+class ChainReplay:
+    """A replay of a chain, whose last graph the caller launches between `begin` and `finish`."""
+
+    def __init__(
+        self, chain: Chain, library: KeepingLibrary, state: Sequence[Any], stream: Stream
+    ) -> None:
+        self.fresh: list[Any] = []
+        """The values for `Chain.places`, so far."""
+        self._chain, self._library, self._stream = chain, library, stream
+        written = [state[i] for i in chain.saved if i < len(state)]
+        self._saved = [(array, library.clone(array)) for array in written]
+        self._random = library.save_random() if chain.draws else None
+        self._begun: list[StepInside] = []
+
+    def begin(self) -> None:
+        """Implements `Chain.start`."""
+        try:
+            self._run()
+        except (Raised, StateLostError):
+            raise
+        except BaseException:
+            self.put_back()
+            raise
+
+    def _run(self) -> None:
+        chain = self._chain
+        for index, link in enumerate(chain.links):
+            if link.executable is not None:
+                try:
+                    self._prepare(index, link)
+                    link.executable.launch(self._stream)
+                except ContextPoisonedError:
+                    raise
+                except (NotLaunched, OstinatoError) as error:
+                    if index:
+                        chain.stop(error)
+                    raise NotLaunched(str(error)) from error
+            self._read(link)
+        for array, name, value in chain.settled:
+            setattr(array, name, value)
+        try:
+            self._prepare(len(chain.links), chain.last)
+        except NotLaunched as error:
+            if chain.links:
+                chain.stop(error)
+            raise
+
+    def _prepare(self, index: int, link: ChainLink) -> None:
+        """Prepares the launch of a link's graph."""
+        for at, step in self._chain.inside:
+            if at == index:
+                step.begin()
+                self._begun.append(step)
+        if link.record is not None:
+            link.record.begin(self._stream)
+
+    def _read(self, link: ChainLink) -> None:
+        """Waits for the values after the launch of a link's graph.  Raises Diverged."""
+        record, wait = link.record, link.wait
+        if record is not None:
+            other = record.wait()
+            if other is not None:
+                raise self._diverged(link.numbers[other], record.seen(other))
+            for index, each in enumerate(link.numbers):
+                if each.place is not None and each.place.paths:
+                    self.fresh.append(each.place.convert(record.seen(index)))
+        if wait is None:
+            return
+        value, place = wait.again(), wait.place
+        if place is None:
+            if value != wait.value:
+                raise self._diverged(wait, value)
+        elif place.paths:
+            self.fresh.append(place.convert(value))
+
+    def _diverged(self, wait: Wait, value: Hashable) -> Diverged:
+        before = self._chain.values[: self._chain.waits.index(wait)]
+        return Diverged((*before, value), wait.line)
+
+    def finish(self) -> None:
+        """Waits for the numbers of the last graph, after its launch.  Raises Diverged, with all put
+        back."""
+        try:
+            self._read(self._chain.last)
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Puts back what `Chain.start` says."""
+        while self._begun:
+            self._begun.pop().back()
+        for array, content in self._saved:
+            self._library.copy(array, content)
+        if self._random is not None:
+            self._library.restore_random(self._random)
+
+    def refused(self, error: object) -> None:
+        """Must be called if the last graph was not launched.  Raises StateLostError if some memory
+        cannot be put back."""
+        self.put_back()
+        if self._chain.links:
+            self._chain.stop(error)
 
 
 _RETURNED = "returned", "and not compared"

@@ -452,49 +452,48 @@ class _Way:
             if backward is not None:
                 backward.begin(leaves, self._lock, self._turns.take)
             made = [*itertools.starmap(self._library.new, captured.recipes)]
-            fresh: list[Any] = []
-            chain, put_back = captured.chain, _nothing
+            chain, replay = captured.chain, None
             try:
                 if captured.moves is None:
                     captured.stage([*leaves, *made])
                 if chain is not None:
-                    fresh, put_back = chain.start(self._library, self._state, self._stream)
+                    replay = chain.start(self._library, self._state, self._stream)
             except (Diverged, NotLaunched):
                 return MISSED
-            if not self._replay(captured, leaves, made):
-                put_back()
-                return MISSED
+            why = self._launch(captured, leaves, made)
             try:
-                if chain is not None:
-                    fresh += chain.finish(put_back)
+                if replay is not None and why:
+                    replay.refused(why)
+                elif replay is not None:
+                    replay.finish()
             except Diverged:
                 return MISSED
+            if why:
+                return MISSED
             self.count += 1
-            result = captured.give(made, fresh)
+            result = captured.give(made, () if replay is None else replay.fresh)
             if began:
                 self._line.times.append((time.perf_counter_ns() - began) / 1e9)
             return result
 
-    def _replay(self, captured: Captured, leaves: Sequence[Any], made: Sequence[Any]) -> bool:
-        """Launches the last graph of a chain, or the only one; returns False if it was evicted.
-        `leaves`: the arrays that it copies in.  `made`: those that it copies its outputs into."""
-        chain, moves, change = captured.chain, captured.moves, None
-        why: object = "the last one was evicted"
+    def _launch(self, captured: Captured, leaves: Sequence[Any], made: Sequence[Any]) -> str:
+        """Launches the last graph of a chain, or the only one; returns why it was not launched, or
+        "".  `leaves`: the arrays that it copies in.  `made`: those that it copies its outputs
+        into."""
+        moves, change = captured.moves, None
         try:
             if moves is not None:
                 arrays = [*leaves, *made] if moves.inputs else made
                 change = moves.change(moves.packed(*map(self._library.address, arrays)))
             if self._cache.replay(self._line.name, self._stream, change):
-                return True
+                return ""
         except ContextPoisonedError:
             raise
         except OstinatoError as error:
-            why = error
-            if chain is None:
+            if captured.chain is None:
                 raise
-        if chain is not None and chain.links:
-            chain.stop(why)
-        return False
+            return str(error)
+        return "the last one was evicted"
 
 
 def _replay_chain(
@@ -508,7 +507,7 @@ def _replay_chain(
     """Replays a chain of one graph; returns False, with all memory as before, if it was evicted, a
     number in it is another one, or numbers of a step cannot be set."""
     try:
-        _, put_back = chain.start(subject.library, state, stream)
+        run = chain.start(subject.library, state, stream)
     except NotLaunched:
         return False
     launched = False
@@ -516,17 +515,13 @@ def _replay_chain(
         launched = subject.cache.replay(name, stream, change)
     finally:
         if not launched:
-            put_back()
+            run.put_back()
     try:
         if launched:
-            chain.finish(put_back)
+            run.finish()
     except Diverged:
         return False
     return launched
-
-
-def _nothing() -> None:
-    """There is nothing to put back."""
 
 
 class _Eager:
