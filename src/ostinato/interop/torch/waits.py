@@ -203,7 +203,6 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         the run start again, with a copy for each replay."""
         self._own: dict[int, Any] = {}
         """Memory that the run has allocated, by address; kept, so that no other takes its place."""
-        self._written: set[int] = set()
         self._unseen = ""
         self._pending: list[torch.Tensor] = []
         """Tensors over memory from before the run that the capture writes."""
@@ -426,7 +425,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             return result
         objects = value, *[each for each in map(stateful, given) if each is not None]
         step = PythonStep(value, name, _map(alias, args), _map(alias, kwargs), attached, objects)
-        written = frozenset(self._written)
+        written = frozenset(self._before)
         self._parts.waited(Wait(line, None, step, None, written, self._unseen, step))
         self._start()
         return None
@@ -698,7 +697,6 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                     self._harmful |= _storage(leaf) in self._numbers
                     if _storage(leaf) not in self._own:
                         self._pending.append(alias(leaf))
-                        self._written.add(_storage(leaf))
 
     # --- waits
     def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: str = "") -> Any:
@@ -783,7 +781,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             call = item or read
         elif item is not None:
             call = lambda: ((), (as_value(item()),))  # noqa: E731
-        written = frozenset(self._written)
+        written = frozenset(self._before)
         tensors = [leaf for leaf in _leaves(given) if _is_tensor(leaf)]
         reads = frozenset([_storage(each) for each in tensors if self._is_there(each)])
         number = None
@@ -958,11 +956,7 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
 def lifted() -> Iterator[None]:
     """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see.  It is a
     setting of the process, and changes nothing else."""
-    get = getattr(torch._C, "_only_lift_cpu_tensors", None)
-    if get is None:
-        yield
-        return
-    before = get()
+    before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
     try:
         yield
