@@ -281,6 +281,8 @@ class Chain:
 class ChainReplay:
     """A replay of a chain, whose last graph the caller launches between `begin` and `finish`."""
 
+    __slots__ = ("_begun", "_chain", "_library", "_random", "_saved", "_stream", "fresh")
+
     def __init__(
         self, chain: Chain, library: KeepingLibrary, state: Sequence[Any], stream: Stream
     ) -> None:
