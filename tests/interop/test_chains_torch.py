@@ -863,17 +863,6 @@ class TestOnGpu:
         self.run(step, function, lambda: draw.choice(values), 40)
         assert step.statistics().replays > 4, step.explain()
 
-    def test_random_numbers_before_and_after_a_wait(self, make: Make) -> None:
-        def function(x: Any) -> Any:
-            x = x + torch.rand_like(x)
-            if x.sum() > -1:
-                x = torch.nn.functional.dropout(x, 0.5)
-            return x + torch.randn_like(x)
-
-        step = make(function)
-        self.run(step, function, lambda: torch.ones(64, device="cuda"), 24)
-        assert step.statistics().replays > 4, step.explain()
-
     @pytest.mark.parametrize("returned", [False, True])
     def test_several_parts_draw_and_another_value_takes_back_what_they_drew(
         self, returned: bool, make: Make
