@@ -528,7 +528,8 @@ def test_inside_a_capture_the_function_runs_plainly(lib: Lib, make: Make) -> Non
         np.testing.assert_array_equal(
             outer(lib.array(numbers(4, start))).numpy(), 6 * numbers(4, start)
         )
-    assert inner.statistics().nested == 1 and outer.statistics().replays == 3
+    # The call inside the capture is none of a key: it ran the function without a graph.
+    assert inner.statistics().replays == 0 and outer.statistics().replays == 3
 
 
 def test_another_stream_waits(lib: Lib, make: Make) -> None:

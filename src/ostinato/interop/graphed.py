@@ -73,7 +73,7 @@ from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown, code_in
-from ostinato.lowlevel import Change, Closeable, Counts, Engine, Work, causes, check_runs, new_lock
+from ostinato.lowlevel import Change, Closeable, Counts, Engine, Work, causes, check_runs
 from ostinato.step import Action, CheckReport, Decision, Reason
 
 _MOST_LINES = 4096
@@ -161,15 +161,12 @@ class Graphed(Guarded, Closeable):
         self._epoch = 0
         self._closed = False
         self._start_over()
-        self._nested = 0
-        # Not `_lock`: a thread that holds that may wait for the capture that is running here.
-        self._nesting = new_lock()
         self._calls = 0
         self._stepping = False
         """True if replays call methods of optimisers and the like in Python."""
-        self._hot: tuple[ShortWay, ...] = ()
         self._diverges = False
         """True once there is a chain whose replays may diverge."""
+        self._hot: tuple[ShortWay, ...] = ()
         """The short ways that are valid now, for calls like the last ones."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
         """The `call` methods of the short ways."""
@@ -228,8 +225,6 @@ class Graphed(Guarded, Closeable):
         """Makes a call that no short way serves."""
         # Without a device the library has neither modes nor streams.
         if not self.unavailable and self._library.capturing():
-            with self._nesting:
-                self._nested += 1
             return self._function(*args, **kwargs)
         if self._closed:
             raise ClosedError(f"graphed {self.name} is closed; call the function itself")
@@ -839,10 +834,8 @@ class Graphed(Guarded, Closeable):
                 [replace(line, decision="eager", reason=broken) for line in found["keys"]]
             )
             found["quarantined"] = {line.key: broken for line in found["keys"]}
-        found["calls"] += self._nested
         return GraphedStatistics(
             **found,
-            nested=self._nested,
             cache=self.cache.statistics(),
             not_restored={} if self._saving is None else self._saving.reasons,
         )
