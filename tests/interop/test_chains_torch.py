@@ -17,6 +17,7 @@ import pytest
 
 from ostinato.device import Device
 from ostinato.interop.reading.chains import as_value
+from tests.conftest import DRIVERS, shuffled_device
 from tests.processes import child_environment
 
 torch: Any = pytest.importorskip("torch")
@@ -24,6 +25,7 @@ torch: Any = pytest.importorskip("torch")
 from benchmarks.torch_waits import works_on
 from tests.interop.tape import OnCpu  # needs torch
 
+device = pytest.fixture(params=DRIVERS)(shuffled_device)
 Make = Callable[..., Any]
 _leaves: Any = torch.utils._pytree.tree_leaves
 

@@ -25,14 +25,14 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ostinato import Device, Graph, GraphExec, MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
-from ostinato.interop.reading.conditions import Record, Scalar, join
+from ostinato.interop.reading.conditions import Record, Scalar, Works, join
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.lowlevel import NotLaunched, new_lock
 
@@ -405,7 +405,7 @@ class ChainBuilder:
     ) -> None:
         self._function, self._caller, self.attached = function, caller, attached
         self._copy_in, self._prepare = copy_in, prepare
-        self._harmless: list[Graph] = []
+        self._harmless: dict[Graph, Works] = {}
         self.copying_out: Callable[[], None] = _nothing
         """Called before the copies of the outputs are captured; the library sets it."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -432,11 +432,12 @@ class ChainBuilder:
         if not self.graphs:
             self._copy_in(stream)
 
-    def submitted(self, graph: Graph, stream: Stream, *, harmless: bool = False) -> None:
-        """Launches a graph that was captured on a stream.  `harmless`: it cannot fail, whatever its
-        memory holds, and writes only memory that operations of the chain have allocated."""
-        if harmless:
-            self._harmless.append(graph)
+    def submitted(self, graph: Graph, stream: Stream, *, harmless: Works | None = None) -> None:
+        """Launches a graph that was captured on a stream.  `harmless`: its operations, if it cannot
+        fail, whatever its memory holds, and writes only memory that operations of the chain have
+        allocated."""
+        if harmless is not None:
+            self._harmless[graph] = harmless
         self._prepare(graph)
         if self.last is not None:
             # A part was ended without a wait, to bound the memory that it holds.
@@ -515,7 +516,7 @@ class ChainBuilder:
 
 
 def _join(
-    device: Device, run: Sequence[ChainLink], harmless: Collection[Graph]
+    device: Device, run: Sequence[ChainLink], harmless: Mapping[Graph, Works]
 ) -> ChainLink | None:
     """Makes one graph of those of some links, if there are numbers between them, and closes their
     executables; returns None if it cannot be made."""
