@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
 
+from benchmarks.torch_generate import small
 from ostinato.interop.generate_call import CACHE_NAMES
 from ostinato.interop.reading.guards import Guards, same
 from ostinato.interop.reading.stored import Description, code_text
@@ -84,25 +85,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def tiny(kind: str) -> Any:
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 131, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    if kind == "gpt2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, **sizes)
-        return transformers.GPT2LMHeadModel(config).eval()
-    name = {"llama": "Llama", "qwen2": "Qwen2"}[kind]
-    config = getattr(transformers, f"{name}Config")(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        **sizes,
-    )
-    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
-
-
 IDS = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60]]
 
 
@@ -117,9 +99,9 @@ def eager(model: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "GPT-2"])
 def test_steps_go_through_it_and_nothing_else_changes(kind: str) -> None:
-    model = tiny(kind)
+    model = small(kind, "cpu")
     with graph_generate(model) as steps:
         for options in (
             {"max_new_tokens": 9, "do_sample": False},
@@ -149,7 +131,7 @@ def test_steps_go_through_it_and_nothing_else_changes(kind: str) -> None:
 
 
 def test_the_cache_is_the_one_of_the_call() -> None:
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     with graph_generate(model) as steps:
         answer = model.generate(
             torch.tensor(IDS), max_new_tokens=9, return_dict_in_generate=True, do_sample=False
@@ -160,7 +142,7 @@ def test_the_cache_is_the_one_of_the_call() -> None:
 
 
 def test_what_is_left_to_transformers() -> None:
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     with graph_generate(model) as steps:
         options = {"max_new_tokens": 12, "do_sample": False}
         handle = model.model.layers[0].register_forward_hook(lambda m, a, out: None)
@@ -178,7 +160,7 @@ def test_what_is_left_to_transformers() -> None:
 def test_calls_that_a_static_cache_does_not_fit() -> None:
     """`generate` refuses a cache that is given beside the setting of one, and candidates of a
     prompt lookup go beyond its end."""
-    model, short = tiny("llama"), {"max_new_tokens": 5, "do_sample": False}
+    model, short = small("Llama", "cpu"), {"max_new_tokens": 5, "do_sample": False}
     repeats = torch.tensor([[5, 99, 5, 99, 5, 99, 5]])
     long = eager(model, max_new_tokens=10, do_sample=False)
     with graph_generate(model) as steps:
@@ -200,7 +182,7 @@ def test_calls_that_a_static_cache_does_not_fit() -> None:
 
 
 def test_a_model_that_prepares_caches_by_itself() -> None:
-    model, made = tiny("llama"), []
+    model, made = small("Llama", "cpu"), []
 
     def own(config: Any, inputs: Any, *args: Any) -> None:
         name = next(n for n in CACHE_NAMES if n in inspect.signature(model.forward).parameters)
@@ -219,7 +201,7 @@ def test_a_model_that_prepares_caches_by_itself() -> None:
 def test_a_transformers_that_prepares_caches_in_another_way() -> None:
     from ostinato.interop.transformers import graphing
 
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     wanted = eager(model, max_new_tokens=5, do_sample=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphing, "_PREPARE", "_no_such_method")
@@ -230,7 +212,7 @@ def test_a_transformers_that_prepares_caches_in_another_way() -> None:
 
 def test_a_wrapper_of_a_model_is_refused() -> None:
     """PEFT passes names on to the model inside, whose `generate` would not ask the wrapper."""
-    model = tiny("llama")
+    model = small("Llama", "cpu")
 
     class Wrapper:
         def __getattr__(self, name: str) -> Any:
@@ -243,8 +225,8 @@ def test_a_wrapper_of_a_model_is_refused() -> None:
 
 def test_a_model_whose_configuration_has_no_cache_is_named() -> None:
     """MPT's says `use_cache=False`."""
-    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
-    model = transformers.MptForCausalLM(config).eval()
+    model = small("MPT", "cpu")
+    model.generation_config.use_cache = False
     with graph_generate(model) as steps:
         model.generate(torch.tensor(IDS), max_new_tokens=4)
         assert "1 passed on: no cache (use_cache=False)" in steps.explain()
@@ -253,7 +235,7 @@ def test_a_model_whose_configuration_has_no_cache_is_named() -> None:
 
 
 def test_settings_are_put_back() -> None:
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     with graph_generate(model, max_cache_len=64, verify="first") as steps:
         assert steps.step.options == {"verify": "first"}
         assert model.generation_config.cache_implementation == "static"
@@ -306,18 +288,18 @@ def test_a_store_finds_the_steps_of_another_model_of_the_same_kind() -> None:
             assert same(guards.read().arrays, found.arrays)
             return "\n".join([*found.parts, code_text(steps.step.function)])
 
-    first = text(tiny("llama"))
+    first = text(small("Llama", "cpu"))
     torch.manual_seed(9)
-    other = transformers.LlamaForCausalLM(tiny("llama").config).eval()
+    other = transformers.LlamaForCausalLM(small("Llama", "cpu").config).eval()
     assert text(other) == first
     other.config._attn_implementation = "eager"
     assert text(other) != first
-    assert text(tiny("qwen2")) != first
+    assert text(small("Qwen2", "cpu")) != first
 
 
 def test_two_threads_with_caches_of_two_kinds() -> None:
     """Whether a cache can be replayed is of one call; here both calls take their steps in turns."""
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     with graph_generate(model) as steps:
         static = transformers.StaticCache(config=model.config, max_cache_len=32)
         dynamic = transformers.DynamicCache(config=model.config)
@@ -335,7 +317,7 @@ def test_two_threads_with_caches_of_two_kinds() -> None:
 
 def test_closed_in_the_middle_of_a_call() -> None:
     """The other steps run eagerly, over the same cache."""
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     wanted = eager(model, max_new_tokens=9, do_sample=False)
     steps = graph_generate(model)
 
@@ -359,7 +341,7 @@ def test_closed_in_the_middle_of_a_call() -> None:
 
 def test_without_a_device_generate_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandIn, "unavailable", "no CUDA device")
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     wanted, own = model.generate(torch.tensor(IDS), max_new_tokens=3), dict(vars(model))
     with graph_generate(model) as steps:
         assert vars(model) == own
@@ -371,7 +353,7 @@ def test_without_a_device_generate_stays_as_it_is(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_model_ends_with_its_last_user() -> None:
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     steps = graph_generate(model)
     model.generate(torch.tensor(IDS), max_new_tokens=3)
     steps.close()
@@ -388,7 +370,7 @@ def test_a_model_ends_with_its_last_user() -> None:
 def test_the_code_on_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    model = tiny("llama")
+    model = small("Llama", "cpu")
     exec(block, {"model": model, "inputs": {"input_ids": torch.tensor(IDS[:1])}})
     out = capsys.readouterr().out
     assert "1 of 1 calls by our decoder, 128 tokens" in out and "a table" in out

@@ -201,7 +201,11 @@ PARTS: tuple[Part, ...] = (
         _GPU + "test_graphed_torch.py",
         keyword="not soak and not comes_back and not memory_back and not is_dropped",
     ),
-    *_memcheck(1, "graphed in CuPy", _GPU + "test_graphed_cupy.py"),
+    *_memcheck(
+        1,
+        "graphed in CuPy",
+        *(_GPU + "test_graphed_cupy.py", "tests/interop/test_chains_cupy.py"),
+    ),
     *_memcheck(1, "graph files", _GPU + "test_disk_gpu.py"),
     *_memcheck(1, "adopted from CuPy", _GPU + "test_adoption_cupy.py"),
     *_memcheck(1, "adopted from Triton", _GPU + "test_adoption_triton.py"),

@@ -24,55 +24,30 @@ torch = library("torch")
 transformers = library("transformers")
 
 from ostinato.interop.transformers import Accelerated, accelerate
+from tests.test_accelerate import (
+    BATCH,
+    MASK,
+    ROPE,
+    Streamer,
+    every_family,
+    made,
+    plain,
+    reasons,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 VOCABULARY = 1003
 NEAR = 0.2
 """How far below the largest logit a greedy choice may be, in standard deviations of the logits."""
 NINE = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
-BATCH = [[5, 99, 130, 2, 7], [0, 0, 88, 31, 60], [0, 0, 0, 0, 44]]
-MASK = [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 SOME_WINDOWS = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}
-every_family = pytest.mark.parametrize(
-    "model", ["Llama", "Mistral", "Qwen2", "Qwen3"], indirect=True
-)
 
 
 def tiny(family: str = "Llama", seed: int = 3, **values: Any) -> Any:
-    settings = {
-        "hidden_size": 256,
-        "intermediate_size": 712,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "initializer_range": 0.1,
-        "dtype": torch.bfloat16,
-        **values,
-    }
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**settings)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-            if "bias" in name:
-                parameter.normal_(0, 0.5)
-    return model.to("cuda", torch.bfloat16)
+    sizes = {"hidden_size": 256, "intermediate_size": 712, "head_dim": 64}
+    settings = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "dtype": torch.bfloat16}
+    given = {**sizes, **settings, "initializer_range": 0.1, **values}
+    return made(family, seed, given).to("cuda", torch.bfloat16)
 
 
 @pytest.fixture
@@ -87,29 +62,8 @@ def accelerated(model: Any, cuda_device: Device) -> Iterator[Accelerated]:
         yield handle
 
 
-class Streamer(transformers.generation.streamers.BaseStreamer):
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.ended = 0
-
-    def put(self, value: Any) -> None:
-        assert value.device.type == "cpu"
-        self.seen += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 def ids(rows: list[list[int]], device: str = "cuda") -> Any:
     return torch.tensor(rows, device=device)
-
-
-def plain(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return type(model).generate(model, *args, **kwargs)
-
-
-def reasons(handle: Accelerated) -> list[str]:
-    return list(handle.statistics().passed_on)
 
 
 def check_greedy(
@@ -311,7 +265,9 @@ def test_modes_and_a_model_that_moves(model: Any, accelerated: Accelerated) -> N
         with mode():
             streamer = Streamer()
             found = model.generate(prompt, max_new_tokens=12, do_sample=False, streamer=streamer)
-            assert torch.equal(found, wanted) and streamer.seen == wanted[0].tolist()
+            assert torch.equal(found, wanted) and streamer.seen[-1] == "end"
+            told = [token for each in streamer.seen[1:-1] for token in each]
+            assert [*streamer.seen[0][0], *told] == wanted[0].tolist()
     assert not reasons(accelerated)
     plain(model, prompt, max_new_tokens=3)  # torch's libraries take memory for themselves
     held = torch.cuda.memory_allocated()
@@ -365,31 +321,6 @@ def test_sampling(model: Any, accelerated: Accelerated) -> None:
     # The kernels' logits may put another token sixth.
     assert sum(token not in likeliest for token in drawn) < 0.05 * 1024
     assert not reasons(accelerated)
-
-
-def test_repetition_penalty(model: Any, accelerated: Accelerated) -> None:
-    prompt = ids([[5, 99, 130, 2]])
-    found = model.generate(prompt, max_new_tokens=30, repetition_penalty=1e9)
-    assert reasons(accelerated), "beyond what our sampler takes"
-    found = model.generate(prompt, max_new_tokens=30, repetition_penalty=100.0)
-    tokens = found[0].tolist()
-    assert len(set(tokens)) == len(tokens)
-    assert accelerated.statistics().accelerated == 1
-
-
-def test_what_is_not_covered_is_transformers(model: Any, accelerated: Accelerated) -> None:
-    prompt = ids([[5, 99, 130, 2]])
-    for options in ({"num_beams": 3}, {"no_repeat_ngram_size": 2}, {"max_time": 1e9}):
-        found = model.generate(prompt, max_new_tokens=9, do_sample=False, **options)
-        assert torch.equal(found, plain(model, prompt, max_new_tokens=9, **options))
-    numbers = accelerated.statistics()
-    assert numbers.accelerated == 0 and sum(numbers.passed_on.values()) == 3
-
-
-def test_streamers(model: Any, accelerated: Accelerated) -> None:
-    streamer = Streamer()
-    found = model.generate(ids([[5, 99]]), max_new_tokens=20, streamer=streamer, do_sample=False)
-    assert streamer.seen == found[0].tolist() and streamer.ended == 1
 
 
 def test_memory_is_shared(cuda_device: Device) -> None:

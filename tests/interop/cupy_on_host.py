@@ -141,6 +141,17 @@ def stand_in(device: Device) -> Any:
         def synchronize(self) -> None:
             synchronised(self.stream.handle)
 
+        @property
+        def done(self) -> bool:
+            """Asks the driver, which breaks a capture."""
+            try:
+                return bool(driver.stream_query(self.stream.handle))
+            except ost.errors.DriverError as error:
+                raise CUDARuntimeError(int(error.status)) from None
+
+        def wait_event(self, event: Event) -> None:
+            driver.stream_wait_event(self.stream.handle, event.event.handle)
+
         def launch_host_func(self, callback: Any, arg: Any) -> None:
             driver.launch_host_function(self.stream.handle, lambda: callback(arg))
             if self.is_capturing():  # and the capture is none of CuPy's
@@ -283,10 +294,6 @@ def stand_in(device: Device) -> Any:
                 bytes_ = memoryview(found.reshape(-1).view(np.uint8))
                 driver.memcpy_to_host(bytes_, self.data.ptr, on.stream.handle)
             return found
-
-        def wait(self) -> None:
-            """Not CuPy's: waits for the current stream, where nothing sees it."""
-            synchronised(here.streams[-1].stream.handle)
 
         def slow(self, seconds: float) -> None:
             """Not CuPy's: a kernel that does nothing for some time."""
@@ -550,7 +557,7 @@ def installed(device: Device) -> Iterator[Any]:
         sys.modules.update(before)
 
 
-def graphed(device: Device, function: Any, writes: bool = True, **options: Any) -> Graphed:
+def graphed(function: Any, *, device: Device, writes: bool = True, **options: Any) -> Graphed:
     """`interop.cupy.graphed` on the host driver, while the stand-in is installed."""
     from ostinato.interop.cupy.library import CuPy
 

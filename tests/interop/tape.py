@@ -76,9 +76,9 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                 one.copy_(before)
         torch.set_rng_state(self._random)
 
-    def play(self) -> None:
+    def play(self, first: int = 0, end: int | None = None) -> None:
         with torch.inference_mode(), torch.no_grad():
-            for func, args, kwargs, results in self.noted:
+            for func, args, kwargs, results in self.noted[first:end]:
                 made = _tree_leaves(func(*args, **kwargs))
                 # Of messages between ranks the function waits for the end, not the operation.
                 if func.namespace == "c10d":
@@ -104,6 +104,10 @@ _WAITING = (
 )
 
 
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _masked(func: Any, args: Any) -> bool:
     if func is not torch.ops.aten.index.Tensor:
         return False
@@ -125,9 +129,9 @@ _numbers = itertools.count()
 _tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
 
 
-@ost.host_kernel("number: u64", name="play")
-def _play(how: Any, number: int) -> None:
-    _tapes[number].play()
+@ost.host_kernel("number: u64, at: u64", name="play")
+def _play(how: Any, number: int, at: int) -> None:
+    _tapes[number].play(at, at + 1)
 
 
 _PLAYER = ost.Source(host=[_play])
@@ -146,6 +150,8 @@ class TapeSegment:
     def position(self) -> int:
         return len(self.tape.noted)
 
+    count = position
+
     def abort(self) -> None:
         self.slot.tape, OnCpu.inside = None, False
         self.tape.undo()
@@ -156,11 +162,13 @@ class TapeSegment:
             raise RuntimeError("the capture was broken")
         if not self.tape.noted:
             return None
-        # A kernel, since bodies of conditional nodes hold no call.
+        # Kernels, since bodies of conditional nodes hold no call.
         number, graph = next(_numbers), ost.Graph.create(self.device)
         _tapes[number] = self.tape
         kernel = self.device.modules.get_or_compile(_PLAYER, "play")
-        graph.add_kernel(kernel, ost.LaunchConfig(grid=1, block=1), number)
+        one, before = ost.LaunchConfig(grid=1, block=1), list[Any]()
+        for at in range(len(self.tape.noted)):
+            before = [graph.add_kernel(kernel, one, number, at, after=before)]
         graph.keep.append(self.tape)
         return graph
 
@@ -331,7 +339,16 @@ class OnTape(OnCpu):
                 return TapeSegment(slot, self.device)
 
             @staticmethod
-            def launch(graph: ost.Graph, *, harmless: bool) -> None:
+            def launch(graph: ost.Graph, *, harmless: Any) -> None:
+                if harmless is not None:  # the CPU draws in the order of its operations
+                    (tape,) = [each for each in graph.kept if isinstance(each, Tape)]
+                    funcs = [func for func, *_ in tape.noted]
+                    starts = [0, *[end for end, _ in harmless]]
+                    harmless = [
+                        (end, None if any(map(_draws, funcs[start:end])) else uses)
+                        for start, (end, uses) in zip(starts, harmless, strict=False)
+                        if end > start
+                    ]
                 links.submitted(graph, self.ours, harmless=harmless)
                 self.ours.synchronize()
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 import ostinato as ost
+from ostinato.device import Device
+from ostinato.driver.host.driver import HostDriver
 from ostinato.errors import EagerRunError, StateLostError
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading import records
-from ostinato.interop.reading.chains import Chain
-from ostinato.interop.reading.conditions import Record
-from tests.interop.library import Array, Lib
+from ostinato.interop.reading.conditions import Record, Scalar, UsedMemory, join
+from ostinato.interop.reading.tails import ResultPlace
+from tests.interop.library import ONE, SOURCE, Array, Lib
 
 Make = Callable[..., Graphed]
 
@@ -468,13 +470,8 @@ def test_values_that_are_only_returned_are_those_of_their_call(lib: Lib, make: M
 def test_a_check_compares_the_values_that_are_returned(
     wrong: bool, lib: Lib, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("run", "finish"):
-        method = getattr(Chain, name)
-
-        def other(self: Chain, given: Any, method: Any = method) -> Any:
-            return [value + wrong for value in method(self, given)]
-
-        monkeypatch.setattr(Chain, name, other)
+    convert = ResultPlace.convert
+    monkeypatch.setattr(ResultPlace, "convert", lambda self, v: convert(self, v) + wrong)
     step = make(lambda x: (x.line(2.0), x.numpy()), verify=3)
     for value in range(16):
         y, seen = step(lib.array([float(value)]))
@@ -525,6 +522,45 @@ def test_a_graph_that_is_refused_after_others_have_written_ends_it(
     monkeypatch.undo()
     step.forget()
     assert step(lib.array([3.0]))[2].numpy()[0] == 9.0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_operations_that_cannot_fail_are_ordered_by_their_memory(seed: int) -> None:
+    """Graphs in a line, with a number after each: nodes that nothing orders run in any order."""
+    draw = random.Random(seed)
+    with Device(HostDriver(shuffle=seed)) as device:
+        stream = device.create_stream()
+        kernels = {n: device.modules.get_or_compile(SOURCE, n) for n in ("line", "shift")}
+        # The last four are numbers that the host reads, which nothing writes again.
+        held = [device.array(np.full(4, n, "f4")) for n in range(9)]
+        spans = [(each.address, each.address + each.nbytes) for each in held]
+        plain, parts, harmless = np.arange(9.0), list[Any](), dict[ost.Graph, Any]()
+        for at in range(5, 9):
+            graph, works, before = ost.Graph.create(device), list[Any](), list[Any]()
+            most = draw.randint(2, 9)
+            for count in range(1, most):
+                to, of, by = draw.randrange(5), draw.randrange(5), draw.randrange(1, 4)
+                to = at if count == most - 1 else to
+                if to == at or draw.random() < 0.6:
+                    given: Any = ("line", held[to], held[of], 4, 0.5, float(by))
+                    plain[to], reads = plain[of] / 2 + by, {spans[of]}
+                else:
+                    given = ("shift", held[to], 4, float(by))
+                    plain[to], reads = plain[to] + by, set()
+                before = [graph.add_kernel(kernels[given[0]], ONE, *given[1:], after=before)]
+                uses = UsedMemory(frozenset(reads), frozenset({spans[to]}))
+                works.append((count, uses if draw.random() < 0.9 else None))
+            content = np.float32(plain[at]).tobytes()
+            parts += [graph, Scalar(spans[at][0], content, bytes, compared=True)]
+            harmless[graph] = works if draw.random() < 0.9 else ()
+        made = join(device, parts, harmless)
+        assert made is not None
+        run, numbers = made
+        numbers.begin(stream)
+        run.launch(stream)
+        assert numbers.wait() is None
+        for each, value in zip(held, plain, strict=True):
+            assert each.to_numpy(stream).tolist() == [value] * 4
 
 
 @pytest.mark.parametrize(

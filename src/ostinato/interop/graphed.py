@@ -41,7 +41,7 @@ from ostinato.errors import (
     StateLostError,
 )
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.chains import Chain, Diverged, Raised
+from ostinato.interop.reading.chains import Chain, ChainReplay, Diverged, Raised
 from ostinato.interop.reading.checking import CallEffects
 from ostinato.interop.reading.folding import MOST, Fold, Folds
 from ostinato.interop.reading.function import Subject
@@ -73,7 +73,7 @@ from ostinato.interop.reading.slots import Maker
 from ostinato.interop.reading.statistics import GraphedStatistics, explained
 from ostinato.interop.reading.stored import Stored
 from ostinato.interop.reading.trees import Unknown, code_in
-from ostinato.lowlevel import Change, Closeable, Counts, Engine, Work, causes, check_runs, new_lock
+from ostinato.lowlevel import Change, Closeable, Counts, Engine, Work, causes, check_runs
 from ostinato.step import Action, CheckReport, Decision, Reason
 
 _MOST_LINES = 4096
@@ -161,15 +161,12 @@ class Graphed(Guarded, Closeable):
         self._epoch = 0
         self._closed = False
         self._start_over()
-        self._nested = 0
-        # Not `_lock`: a thread that holds that may wait for the capture that is running here.
-        self._nesting = new_lock()
         self._calls = 0
         self._stepping = False
         """True if replays call methods of optimisers and the like in Python."""
-        self._hot: tuple[ShortWay, ...] = ()
         self._diverges = False
         """True once there is a chain whose replays may diverge."""
+        self._hot: tuple[ShortWay, ...] = ()
         """The short ways that are valid now, for calls like the last ones."""
         self._ways: tuple[Callable[[tuple[Any, ...], dict[str, Any]], Any], ...] = ()
         """The `call` methods of the short ways."""
@@ -228,8 +225,6 @@ class Graphed(Guarded, Closeable):
         """Makes a call that no short way serves."""
         # Without a device the library has neither modes nor streams.
         if not self.unavailable and self._library.capturing():
-            with self._nesting:
-                self._nested += 1
             return self._function(*args, **kwargs)
         if self._closed:
             raise ClosedError(f"graphed {self.name} is closed; call the function itself")
@@ -366,7 +361,7 @@ class Graphed(Guarded, Closeable):
         if captured is not None and made is not None:
             if captured.chain is not None:
                 try:
-                    work.finish(captured.chain)
+                    work.finish()
                 except Diverged:
                     self._engine.entered(line)[1].replays -= 1
                     raise
@@ -567,8 +562,7 @@ class Graphed(Guarded, Closeable):
             return None
         lines = [self._lines.get(each) for _, each in family]
         if any(line is not None and line.refused for line in lines):
-            family.clear()  # each of these keys raises
-            return None
+            return None  # each of these keys raises
         names, what = self._places_in_words(places, given)
         fold = Fold(places, flat, Line(f"{self.name} #{next(_numbers)}", words=names))
         self._give_up(
@@ -843,10 +837,8 @@ class Graphed(Guarded, Closeable):
                 [replace(line, decision="eager", reason=broken) for line in found["keys"]]
             )
             found["quarantined"] = {line.key: broken for line in found["keys"]}
-        found["calls"] += self._nested
         return GraphedStatistics(
             **found,
-            nested=self._nested,
             cache=self.cache.statistics(),
             not_restored={} if self._saving is None else self._saving.reasons,
         )
@@ -936,10 +928,8 @@ class _Work(Work):
     done = False
     unmet: tuple[Reason, str] | None = None
     """The reason why the call runs eagerly."""
-    _before: Callable[[], None] | None = None
-    """A function that puts memory and generators back as they were before a chain."""
-    _ran: Chain | None = None
-    """The chain whose last graph is to be launched."""
+    _replay: ChainReplay | None = None
+    """The replay of a chain under way."""
     _built = False
     _learns: Captured | None = None
     _why = ""
@@ -1314,28 +1304,23 @@ class _Work(Work):
         """Runs everything before the last graph.  Raises Diverged and NotLaunched, with all memory
         as before the call."""
         try:
-            self.fresh, self._before = chain.start(
-                self.door._library, self.given.state, self.stream
-            )
+            self._replay = chain.start(self.door._library, self.given.state, self.stream)
         except StateLostError as lost:
             self.door._engine.lose(lost)
             raise
-        self._ran = chain
 
-    def finish(self, chain: Chain) -> None:
+    def finish(self) -> None:
         """Waits for the numbers inside of the last graph, after its launch.  Raises Diverged, with
         all memory as before the call."""
-        assert self._before is not None, "the chain was run"
-        self.fresh = [*self.fresh, *chain.finish(self._before)]
+        assert self._replay is not None, "the chain was run"
+        self._replay.finish()
+        self.fresh = self._replay.fresh
 
     def _put_back(self) -> None:
-        before, self._before = self._before, None
-        if before is not None:
-            before()
-        chain, self._ran = self._ran, None
-        if chain is not None and chain.links:  # its last graph was refused
+        replay, self._replay = self._replay, None
+        if replay is not None:  # its last graph was refused
             try:
-                chain.stop("the last of them")
+                replay.refused("the last of them")
             except StateLostError as lost:
                 self.door._engine.lose(lost)
                 raise
@@ -1349,7 +1334,7 @@ class _Work(Work):
             launch(self.bind(poisoned=turn == 2))
             assert self.captured is not None and self.made is not None
             if self.captured.chain is not None:
-                self.finish(self.captured.chain)
+                self.finish()
             return door._results(self, self.captured, self.made)
 
         def eager() -> Any:
@@ -1366,7 +1351,7 @@ class _Work(Work):
         else:
             node = memory.first_node(door._maker, executable, partial(self._stage, poisoned=False))
             report = replace(report, finding=replace(found, what=found.what + node))
-        self.made = self._before = self._ran = None
+        self.made = self._replay = None
         return report
 
 

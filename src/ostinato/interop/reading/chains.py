@@ -25,14 +25,14 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ostinato import Device, Graph, GraphExec, MemoryRange, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError, StateLostError
-from ostinato.interop.reading.conditions import Record, Scalar, join
+from ostinato.interop.reading.conditions import Record, Scalar, Works, join
 from ostinato.interop.reading.tails import Gives, ResultPlace
 from ostinato.lowlevel import NotLaunched, new_lock
 
@@ -157,37 +157,22 @@ class Diverged(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Numbers:
-    """The waits for numbers inside of one executable."""
-
-    record: Record
-    waits: list[Wait]
-
-    def read(self, fresh: list[Any]) -> int | None:
-        """Waits for the numbers after a launch.  Adds those that the call returns to `fresh`;
-        returns the index of the one that is another than in the chain, or None."""
-        other = self.record.wait()
-        if other is None:
-            for index, wait in enumerate(self.waits):
-                if wait.place is not None and wait.place.paths:
-                    fresh.append(wait.place.convert(self.record.seen(index)))
-        return other
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ChainLink:
-    """A graph and the operation that waits after it."""
+    """A graph and the waits after it."""
 
     executable: GraphExec | None
-    """The graph's executable; None if nothing was submitted before the wait."""
-    wait: Wait
-    numbers: Numbers | None = None
-    """The waits inside of the graph; None if there are none."""
+    """The graph's executable; None if nothing was submitted before the wait, and for the last graph
+    of a chain, which the caller launches."""
+    wait: Wait | None
+    """The operation that waits after the graph; None at the end."""
+    numbers: Sequence[Wait] = ()
+    """The waits for numbers inside of the graph."""
+    record: Record | None = None
+    """These numbers; None if there are none."""
 
     @property
     def waits(self) -> list[Wait]:
-        """The waits inside of the graph, and the one after it."""
-        return [*([] if self.numbers is None else self.numbers.waits), self.wait]
+        return [*self.numbers, *([] if self.wait is None else [self.wait])]
 
 
 class KeepingLibrary(Protocol):
@@ -210,8 +195,8 @@ class Chain:
     """The graphs of a call but the last, with the waits after them."""
 
     links: list[ChainLink]
-    last: Numbers | None = None
-    """The waits inside of the last graph; None if there are none."""
+    last: ChainLink
+    """The last graph, with the waits inside of it."""
     saved: tuple[int, ...] = ()
     """Indices in `ReadCall.state` of the arrays that must be put back if a replay diverges."""
     constants: Sequence[Any] = ()
@@ -227,8 +212,6 @@ class Chain:
     inside: list[tuple[int, StepInside]] = field(default_factory=list)
     """The steps of optimisers inside of graphs, each with the index of its link; that of the last
     graph comes after those of the links."""
-    _begun: list[StepInside] = field(default_factory=list)
-    """The steps that the replay under way has begun."""
     at_end: Callable[[], object] | None = None
     """Called when the call has its result: it waits for the device as the call's own waits do."""
     settled: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -244,107 +227,17 @@ class Chain:
     def waits(self) -> list[Wait]:
         """All waits, in the order in which the host sees their values.  Those that only bound a
         capture are not among them: whether they are there does not depend on the values before."""
-        found = [wait for link in self.links for wait in link.waits]
-        found += [] if self.last is None else self.last.waits
-        return [wait for wait in found if wait.line]
+        return [w for link in (*self.links, self.last) for w in link.waits if w.line]
 
-    def run(self, stream: Stream) -> list[Any]:
-        """Runs everything before the last graph; returns the values for `places`.
+    def start(self, library: KeepingLibrary, state: Sequence[Any], stream: Stream) -> ChainReplay:
+        """Runs everything before the last graph.  `state`: as `ReadCall.state`.
 
-        Raises Diverged; NotLaunched, and StateLostError if some memory cannot be put back."""
-        fresh: list[Any] = []
-        done = 0
-        for index, link in enumerate(self.links):
-            numbers, wait = link.numbers, link.wait
-            if link.executable is not None:
-                try:
-                    self._begin(index)
-                    if numbers is not None:
-                        numbers.record.begin(stream)
-                    link.executable.launch(stream)
-                except ContextPoisonedError:
-                    raise
-                except (NotLaunched, OstinatoError) as error:
-                    if index:
-                        self.stop(error)
-                    raise NotLaunched(str(error)) from error
-            if numbers is not None:
-                done = self._read(numbers, done, fresh)
-            value, place = wait.again(), wait.place
-            if place is None:
-                if value != wait.value:
-                    raise Diverged((*self.values[:done], value), wait.line)
-            elif place.paths:
-                fresh.append(place.convert(value))
-            done += bool(wait.line)
-        for array, name, value in self.settled:
-            setattr(array, name, value)
-        try:
-            self._begin(len(self.links))
-        except NotLaunched as error:
-            if self.links:
-                self.stop(error)
-            raise
-        if self.last is not None:
-            self.last.record.begin(stream)
-        return fresh
-
-    def _begin(self, index: int) -> None:
-        for at, step in self.inside:
-            if at == index:
-                step.begin()
-                self._begun.append(step)
-
-    def _read(self, numbers: Numbers, done: int, fresh: list[Any]) -> int:
-        """Waits for the numbers of a graph; returns the number of values that the host has seen.
-        `done`: of those before.  Raises Diverged."""
-        other = numbers.read(fresh)
-        if other is not None:
-            seen = numbers.record.seen(other)
-            raise Diverged((*self.values[: done + other], seen), numbers.waits[other].line)
-        return done + len(numbers.waits)
-
-    def finish(self, put_back: Callable[[], None]) -> list[Any]:
-        """Waits for the numbers of the last graph, after its launch; returns those for `places`.
-
-        Raises Diverged.  `put_back`: the function that `start` returned; called if this raises."""
-        fresh: list[Any] = []
-        if self.last is not None:
-            try:
-                self._read(self.last, len(self.values) - len(self.last.waits), fresh)
-            except BaseException:
-                put_back()
-                raise
-        return fresh
-
-    def start(
-        self, library: KeepingLibrary, state: Sequence[Any], stream: Stream
-    ) -> tuple[list[Any], Callable[[], None]]:
-        """Does as `run`; returns its values, and a function that puts back what a replay writes
-        before its last compared wait, with the generators.  `state`: as `ReadCall.state`.
-
-        Raises as `run`, with all that put back, except at StateLostError, and at Raised: nothing is
-        put back after a step of Python."""
-        written = [state[i] for i in self.saved if i < len(state)]
-        saved = [(array, library.clone(array)) for array in written]
-        random = library.save_random() if self.draws else None
-        self._begun.clear()
-
-        def put_back() -> None:
-            while self._begun:
-                self._begun.pop().back()
-            for array, content in saved:
-                library.copy(array, content)
-            if random is not None:
-                library.restore_random(random)
-
-        try:
-            return self.run(stream), put_back
-        except (Raised, StateLostError):
-            raise
-        except BaseException:
-            put_back()
-            raise
+        Raises Diverged and NotLaunched, with all put back that a replay writes before its last
+        compared wait, and the generators; StateLostError if some memory cannot be put back; and
+        Raised: nothing is put back after a step of Python."""
+        replay = ChainReplay(self, library, state, stream)
+        replay.begin()
+        return replay
 
     def stop(self, error: object) -> None:
         """Raises StateLostError if memory cannot be put back after a graph was refused."""
@@ -385,6 +278,113 @@ class Chain:
         return text + f", numbers of Python for {', '.join(inside)}" * bool(inside)
 
 
+class ChainReplay:
+    """A replay of a chain, whose last graph the caller launches between `begin` and `finish`."""
+
+    __slots__ = ("_begun", "_chain", "_library", "_random", "_saved", "_stream", "fresh")
+
+    def __init__(
+        self, chain: Chain, library: KeepingLibrary, state: Sequence[Any], stream: Stream
+    ) -> None:
+        self.fresh: list[Any] = []
+        """The values for `Chain.places`, so far."""
+        self._chain, self._library, self._stream = chain, library, stream
+        written = [state[i] for i in chain.saved if i < len(state)]
+        self._saved = [(array, library.clone(array)) for array in written]
+        self._random = library.save_random() if chain.draws else None
+        self._begun: list[StepInside] = []
+
+    def begin(self) -> None:
+        """Implements `Chain.start`."""
+        try:
+            self._run()
+        except (Raised, StateLostError):
+            raise
+        except BaseException:
+            self.put_back()
+            raise
+
+    def _run(self) -> None:
+        chain = self._chain
+        for index, link in enumerate(chain.links):
+            if link.executable is not None:
+                try:
+                    self._prepare(index, link)
+                    link.executable.launch(self._stream)
+                except ContextPoisonedError:
+                    raise
+                except (NotLaunched, OstinatoError) as error:
+                    if index:
+                        chain.stop(error)
+                    raise NotLaunched(str(error)) from error
+            self._read(link)
+        for array, name, value in chain.settled:
+            setattr(array, name, value)
+        try:
+            self._prepare(len(chain.links), chain.last)
+        except NotLaunched as error:
+            if chain.links:
+                chain.stop(error)
+            raise
+
+    def _prepare(self, index: int, link: ChainLink) -> None:
+        """Prepares the launch of a link's graph."""
+        for at, step in self._chain.inside:
+            if at == index:
+                step.begin()
+                self._begun.append(step)
+        if link.record is not None:
+            link.record.begin(self._stream)
+
+    def _read(self, link: ChainLink) -> None:
+        """Waits for the values after the launch of a link's graph.  Raises Diverged."""
+        record, wait = link.record, link.wait
+        if record is not None:
+            other = record.wait()
+            if other is not None:
+                raise self._diverged(link.numbers[other], record.seen(other))
+            for index, each in enumerate(link.numbers):
+                if each.place is not None and each.place.paths:
+                    self.fresh.append(each.place.convert(record.seen(index)))
+        if wait is None:
+            return
+        value, place = wait.again(), wait.place
+        if place is None:
+            if value != wait.value:
+                raise self._diverged(wait, value)
+        elif place.paths:
+            self.fresh.append(place.convert(value))
+
+    def _diverged(self, wait: Wait, value: Hashable) -> Diverged:
+        before = self._chain.values[: self._chain.waits.index(wait)]
+        return Diverged((*before, value), wait.line)
+
+    def finish(self) -> None:
+        """Waits for the numbers of the last graph, after its launch.  Raises Diverged, with all put
+        back."""
+        try:
+            self._read(self._chain.last)
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Puts back what `Chain.start` says."""
+        while self._begun:
+            self._begun.pop().back()
+        for array, content in self._saved:
+            self._library.copy(array, content)
+        if self._random is not None:
+            self._library.restore_random(self._random)
+
+    def refused(self, error: object) -> None:
+        """Must be called if the last graph was not launched.  Raises StateLostError if some memory
+        cannot be put back."""
+        self.put_back()
+        if self._chain.links:
+            self._chain.stop(error)
+
+
 _RETURNED = "returned", "and not compared"
 
 
@@ -405,7 +405,7 @@ class ChainBuilder:
     ) -> None:
         self._function, self._caller, self.attached = function, caller, attached
         self._copy_in, self._prepare = copy_in, prepare
-        self._harmless: list[Graph] = []
+        self._harmless: dict[Graph, Works] = {}
         self.copying_out: Callable[[], None] = _nothing
         """Called before the copies of the outputs are captured; the library sets it."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -432,11 +432,12 @@ class ChainBuilder:
         if not self.graphs:
             self._copy_in(stream)
 
-    def submitted(self, graph: Graph, stream: Stream, *, harmless: bool = False) -> None:
-        """Launches a graph that was captured on a stream.  `harmless`: it cannot fail, whatever its
-        memory holds, and writes only memory that operations of the chain have allocated."""
-        if harmless:
-            self._harmless.append(graph)
+    def submitted(self, graph: Graph, stream: Stream, *, harmless: Works | None = None) -> None:
+        """Launches a graph that was captured on a stream.  `harmless`: its operations, if it cannot
+        fail, whatever its memory holds, and writes only memory that operations of the chain have
+        allocated."""
+        if harmless is not None:
+            self._harmless[graph] = harmless
         self._prepare(graph)
         if self.last is not None:
             # A part was ended without a wait, to bound the memory that it holds.
@@ -458,21 +459,15 @@ class ChainBuilder:
         draws = self._drawn_together(room)
         links: list[ChainLink] = []
         run: list[ChainLink] = []
-        numbers: Numbers | None = None
-        executable: GraphExec | None = None
-        for link in [*self.links, None]:
-            if link is not None and (link.wait.scalar is not None or not link.wait.line):
-                run.append(link)
-                continue
-            executable = self.last if link is None else link.executable
-            made = _join(device, run, executable, self._harmless)
-            if made is None:
-                links, numbers = [*links, *run], None
-            else:
-                executable, numbers = made
-            if link is not None:
-                links.append(ChainLink(executable, link.wait, numbers))
-            run = []
+        for link in [*self.links, ChainLink(self.last, None)]:
+            run.append(link)
+            wait = link.wait
+            if wait is None or (wait.scalar is None and wait.line):
+                whole = _join(device, run, self._harmless)
+                links += run if whole is None else [whole]
+                run = []
+        last = links.pop()
+        executable = last.executable
         if links:
             for graph, drawn in draws:
                 drawn.read_at(graph, None)
@@ -483,7 +478,8 @@ class ChainBuilder:
             empty = Graph.create(device)
             empty.add_empty()
             executable = empty.instantiate()
-        chain = Chain(links, numbers, constants=self.constants, at_end=self.at_end)
+        last = replace(last, executable=None)
+        chain = Chain(links, last, constants=self.constants, at_end=self.at_end)
         for step in self._inside:
             try:
                 at = step.found_in([*[link.executable for link in links], executable])
@@ -500,7 +496,7 @@ class ChainBuilder:
             (graph, graph.before_launch) for graph in self.graphs if graph.before_launch is not None
         ]
         nbytes = sum(drawn.nbytes for _, drawn in draws)
-        apart = any(link.wait.scalar is None and link.wait.line for link in self.links)
+        apart = any(wait.scalar is None and wait.line for wait in self.waits)
         if room is None or nbytes > room.nbytes or apart or not self.links:
             return []
         place = room.address
@@ -509,31 +505,37 @@ class ChainBuilder:
             graph.before_launch, place = None, place + drawn.nbytes
         return draws
 
+    @property
+    def waits(self) -> list[Wait]:
+        """All waits so far, and where a part was ended without one."""
+        return [wait for link in self.links for wait in link.waits]
+
     def place(self, frame: types.FrameType, given: Gives) -> ResultPlace | None:
         """Returns where in the call's result is what a frame is about to get (`ResultPlace.of`)."""
         return ResultPlace.of(frame, self._function, self._caller, given)
 
 
 def _join(
-    device: Device, run: Sequence[ChainLink], last: GraphExec | None, harmless: Collection[Graph]
-) -> tuple[GraphExec, Numbers] | None:
-    """Makes one graph of those of some links and a last one, if there are numbers between them, and
-    closes their executables; returns None if it cannot be made."""
+    device: Device, run: Sequence[ChainLink], harmless: Mapping[Graph, Works]
+) -> ChainLink | None:
+    """Makes one graph of those of some links, if there are numbers between them, and closes their
+    executables; returns None if it cannot be made."""
     parts: list[Graph | Scalar] = []
-    before = [link.executable for link in run]
-    for executable, link in zip([*before, last], [*run, None], strict=True):
-        if executable is not None:
-            parts.append(executable.graph)
-        if link is not None and link.wait.scalar is not None:
+    waits = []
+    for link in run:
+        if link.executable is not None:
+            parts.append(link.executable.graph)
+        if link.wait is not None and link.wait.scalar is not None:
             parts.append(link.wait.scalar)
-    waits = [link.wait for link in run if link.wait.scalar is not None]
+            waits.append(link.wait)
     made = join(device, parts, harmless) if waits else None
     if made is None:
         return None
-    for each in (*before, last):
-        if each is not None:
-            each.close()
-    return made[0], Numbers(made[1], waits)
+    for link in run:
+        if link.executable is not None:
+            link.executable.close()
+    executable, record = made
+    return ChainLink(executable, run[-1].wait, waits, record)
 
 
 def _nothing() -> None:

@@ -10,6 +10,12 @@ An IF node takes microseconds.  A graph is in none if it is harmless: if it cann
 its memory holds, and writes nothing but memory of the chain's own, and no number that is read
 before.  If it runs after another number, nobody sees what it has written; so it runs beside the
 kernel that reads the number, and does not wait for it.
+
+A capture makes a line of nodes, though most need not follow each other: a check of an argument and
+the model read the same memory, a draw reads none.  Of a harmless graph it is known which memory
+each operation uses (`UsedMemory`), so each comes after those alone whose memory it needs, also of
+the graphs before.  What uses memory that is not known comes after all before it, and before all
+after it.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from __future__ import annotations
 import itertools
 import logging
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -39,6 +45,8 @@ _log = logging.getLogger(__name__)
 _NAME = "ostinato_condition"
 _WORDS = struct.Struct("<2Q")
 _ONE = LaunchConfig(grid=1, block=1)
+_MOST_PIECES = 128
+"""The most operations of a graph that are ordered one by one."""
 _POLLS = 2000
 """The number of looks for the last number, some 100 us, before the host waits for the stream."""
 
@@ -55,6 +63,30 @@ class Scalar:
     compared: bool
     """True if the work after it runs for this number alone."""
 
+
+Span: TypeAlias = tuple[int, int]
+"""The addresses of a piece of memory: the first, and the one behind it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UsedMemory:
+    """The memory that an operation uses."""
+
+    reads: frozenset[Span] = frozenset()
+    writes: frozenset[Span] = frozenset()
+
+    def apart(self, other: UsedMemory) -> bool:
+        """True if the two operations may run in any order, or at the same time."""
+        pairs = itertools.chain(
+            itertools.product(self.writes, other.reads | other.writes),
+            itertools.product(self.reads, other.writes),
+        )
+        return not any(a < d and c < b for (a, b), (c, d) in pairs)
+
+
+Works: TypeAlias = Sequence[tuple[int, UsedMemory | None]]
+"""The operations of a graph whose nodes are in a line: for each the number of nodes up to its end,
+and the memory that it uses, if that is known.  Empty if they are not known."""
 
 _Part: TypeAlias = Graph | Scalar
 
@@ -146,7 +178,7 @@ def _place(index: int) -> int:
 
 
 def join(
-    device: Device, parts: Sequence[_Part], harmless: Collection[Graph]
+    device: Device, parts: Sequence[_Part], harmless: Mapping[Graph, Works]
 ) -> tuple[GraphExec, Record] | None:
     """Makes one graph of several, which runs them one after the other, each only if the numbers
     before it are those of the chain, or if it is `harmless`.  Returns its executable with the
@@ -164,52 +196,78 @@ def join(
         return None
 
 
+class _Order:
+    """The nodes that a graph has so far, to add others after those whose memory they need."""
+
+    def __init__(self) -> None:
+        self._nodes: list[tuple[Node, UsedMemory | None, int]] = []
+        """Each with its memory, and a bit for each node that it comes after."""
+
+    def after(self, uses: UsedMemory | None) -> tuple[list[Node], int]:
+        """Returns the nodes that such an operation must come after, without those before them, and
+        a bit for each that it then comes after."""
+        found, known = [], 0
+        for index in reversed(range(len(self._nodes))):
+            node, other, before = self._nodes[index]
+            free = known >> index & 1
+            if not free and (uses is None or other is None or not uses.apart(other)):
+                found.append(node)
+                known |= before | 1 << index
+        return found, known
+
+    def note(self, node: Node, uses: UsedMemory | None, known: int) -> None:
+        """Notes a node that comes after those of `after`."""
+        self._nodes.append((node, uses, known))
+
+
 def _joined(
     device: Device,
     kernel: Kernel,
     record: Record,
     parts: Sequence[_Part],
-    harmless: Collection[Graph],
+    harmless: Mapping[Graph, Works],
 ) -> Graph:
-    begin, rest = parts[0], [*parts]
-    if isinstance(begin, Graph):
-        copy = begin.clone()
-        # Adopted, since it is not known what the nodes of libraries point at.
-        root = Graph.adopt(device, int(copy.handle), owner=None)
-        root.labels.update(copy.labels)
-        root.keep += [copy, *begin.kept]
+    rest: list[Scalar | _Piece] = []
+    for part in parts:
+        rest += [part] if isinstance(part, Scalar) else _pieces(device, part, harmless.get(part))
+    order = _Order()
+    begin = rest[0]
+    if isinstance(begin, _Piece):
+        root = _copy(device, begin.graph)
+        for end in _ends(root):
+            order.note(end, None, 0)
         del rest[0]
     else:
         root = Graph.create(device)
     other = device.zeros(1, "u64", name="another number")
-    # `before`: the ends of the graphs so far.  `told`: the last kernel that reads a number, if none
-    # of them waits for it.
-    here, before, conditional = root, _ends(root), None
-    told: list[Node] = []
+    # `told`: the last kernel that reads a number, if nothing waits for it yet.
+    here, told, conditional = root, list[Node](), None
     index, first, compared = 0, True, False
     while rest:
-        part = rest.pop(0)
-        if isinstance(part, Graph):
-            before = [_add_child(here, part, before)]
+        piece = rest.pop(0)
+        if isinstance(piece, _Piece):
+            before, known = order.after(piece.uses)
+            if piece.harmful:
+                before, told = [*before, *told], []
+            order.note(_add_child(here, piece.graph, before), piece.uses, known)
             continue
-        compared |= part.compared
-        graphs = [*itertools.takewhile(lambda each: isinstance(each, Graph), rest)]
-        harmed = any(graph not in harmless for graph in graphs)
-        split = compared and harmed
-        condition = root.condition() if split else None
-        low, high = _WORDS.unpack(part.content.ljust(_WORDS.size, b"\0"))
+        compared |= piece.compared
+        follows = itertools.takewhile(lambda each: isinstance(each, _Piece), rest)
+        harmed = any(isinstance(each, _Piece) and each.harmful for each in follows)
+        condition = root.condition() if compared and harmed else None
+        low, high = _WORDS.unpack(piece.content.ljust(_WORDS.size, b"\0"))
         place, index = _place(index), index + 1
         passed = 0 if index < len(record) else _place(index) + 1
-        numbers = len(part.content), place, part.compared, first, passed, condition or 0
-        arguments = part.address, low, high, record.memory, other, *map(int, numbers)
-        told = [here.add_kernel(kernel, _ONE, *arguments, after=[*told, *before])]
+        numbers = len(piece.content), place, piece.compared, first, passed, condition or 0
+        arguments = piece.address, low, high, record.memory, other, *map(int, numbers)
+        number = UsedMemory(frozenset([(piece.address, piece.address + len(piece.content))]))
+        before = [*told, *order.after(number)[0]]
+        told = [here.add_kernel(kernel, _ONE, *arguments, after=before)]
         first = False
-        if harmed:
-            before, told = told, []
         if condition is not None:
-            after = before if conditional is None else [conditional.node]
+            after = [*told, *order.after(None)[0]] if conditional is None else [conditional.node]
             conditional = root.add_conditional("if", condition, after=after)
-            here, before, told, first, compared = conditional.bodies[0], [], [], True, False
+            here, order, told, first, compared = conditional.bodies[0], _Order(), [], True, False
     hooks = [p.before_launch for p in parts if isinstance(p, Graph) and p.before_launch is not None]
 
     def before_launch(stream: Stream) -> None:
@@ -218,6 +276,56 @@ def _joined(
 
     root.before_launch = before_launch if hooks else None
     return root
+
+
+def in_line(graph: Graph) -> list[Node] | None:
+    """Returns the nodes of a graph from first to last; None if they are not in a line."""
+    nodes = {node.handle: node for node in graph.nodes()}
+    follows = {edge.source: edge.target for edge in graph.edges()}
+    firsts = {*nodes} - {*follows.values()}
+    found = []
+    at = firsts.pop() if len(firsts) == 1 else None
+    while at is not None:
+        found.append(nodes[at])
+        at = follows.get(at)
+    return found if len(found) == len(nodes) == len(graph.edges()) + 1 else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A graph, or a part of one."""
+
+    graph: Graph
+    uses: UsedMemory | None
+    harmful: bool
+
+
+def _pieces(device: Device, graph: Graph, works: Works | None) -> list[_Piece]:
+    """Returns the operations of a harmless graph, or the graph itself."""
+    nodes = in_line(graph) if works and len(works) <= _MOST_PIECES else None
+    if not works or nodes is None or len(nodes) != works[-1][0]:
+        return [_Piece(graph, None, works is None)]
+    starts = [0, *[end for end, _ in works]]
+    return [
+        _Piece(_copy(device, graph, nodes[start:end]), uses, harmful=False)
+        for start, (end, uses) in zip(starts, works, strict=False)
+    ]
+
+
+def _copy(device: Device, graph: Graph, nodes: Sequence[Node] | None = None) -> Graph:
+    """Returns a copy of a graph, or of some of its nodes.  It is adopted, since it is not known
+    what the nodes of libraries point at."""
+    copy, driver = graph.clone(), graph.context.driver
+    if nodes is not None:
+        kept = {driver.node_in_clone(node.handle, copy.handle) for node in nodes}
+        for handle in driver.graph_nodes(copy.handle):
+            if handle not in kept:
+                driver.graph_remove_node(handle)
+                copy.labels.pop(handle, None)
+    adopted = Graph.adopt(device, int(copy.handle), owner=None)
+    adopted.labels.update(copy.labels)
+    adopted.keep += [copy, *graph.kept]
+    return adopted
 
 
 def _ends(graph: Graph) -> list[Node]:

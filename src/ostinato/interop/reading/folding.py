@@ -4,7 +4,7 @@ position) would make a key for each call and a graph for none."""
 from __future__ import annotations
 
 import operator
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,8 +13,8 @@ from ostinato.interop.reading.records import Line
 MOST = 8
 """Keys that differ in the same plain values alone before they are folded."""
 _MOST_MET = 128
-_MOST_FAMILIES = 64
-_MOST_COMPARED = 16
+_MOST_KINDS = 64
+_MOST_COMPARED = 32
 _MOST_CHANGING = 256
 Flat: TypeAlias = tuple[Hashable, ...]
 """A key whose tokens are all in one tuple."""
@@ -54,48 +54,39 @@ class Folds:
     """The folded keys of one function."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[Flat, Hashable]] = deque(maxlen=_MOST_COMPARED)
-        """The latest new keys."""
-        self._families: OrderedDict[tuple[tuple[int, ...], Flat], list[tuple[Flat, Hashable]]] = (
-            OrderedDict()
-        )
-        """Keys that differ in plain values, by the places of these and the tokens in common."""
+        self._recent: OrderedDict[Flat, deque[tuple[Flat, Hashable]]] = OrderedDict()
+        """The latest new keys, by their tokens that are of no plain values."""
         self._folds: dict[tuple[int, ...], dict[Flat, Fold]] = {}
 
     def find(self, flat: Flat) -> Fold | None:
         """Returns the fold that a key belongs to, or None."""
         for places, folds in self._folds.items():
             fold = folds.get(_without(flat, places))
-            if fold is not None and _are_plain(flat, places):
+            if fold is not None and all(_is_plain(flat[place]) for place in places):
                 return fold
         return None
 
     def family(
         self, flat: Flat, key: Hashable
     ) -> tuple[tuple[int, ...], list[tuple[Flat, Hashable]]]:
-        """Notes a new key.  Returns the places and the keys of the largest family, itself included,
-        whose keys differ in these places alone."""
-        found: tuple[tuple[int, ...], list[tuple[Flat, Hashable]]] = (), []
-        for places in {places for places, _ in self._families}:
-            family = self._families.get((places, _without(flat, places)))
-            if family is not None and _are_plain(flat, places):
-                family.append((flat, key))
-                if len(family) > len(found[1]):
-                    found = places, family
-        for other in () if found[1] else reversed(self._recent):
-            places = _differing(flat, other[0])
-            if places:
-                found = places, [other, (flat, key)]
-                self._families[places, _without(flat, places)] = found[1]
-                break
-        if len(self._families) > _MOST_FAMILIES:
-            self._families.popitem(last=False)
-        self._recent.append((flat, key))
-        return found
+        """Notes a new key.  Returns the places in which most of the latest keys differ from it, all
+        of them in plain values, and these keys with itself."""
+        kind = _without(flat, [place for place, token in enumerate(flat) if _is_plain(token)])
+        recent = self._recent.pop(kind, None) or deque(maxlen=_MOST_COMPARED)
+        alike: dict[tuple[int, ...], list[tuple[Flat, Hashable]]] = defaultdict(list)
+        for other in recent:
+            differs = map(operator.ne, flat, other[0])
+            alike[tuple([place for place, one in enumerate(differs) if one])].append(other)
+        recent.append((flat, key))
+        self._recent[kind] = recent
+        if len(self._recent) > _MOST_KINDS:
+            self._recent.popitem(last=False)
+        few = [places for places in alike if 0 < len(places) <= _MOST_CHANGING]
+        places = max(few, key=lambda places: len(alike[places]), default=())
+        return places, [*alike[places], (flat, key)]
 
     def add(self, fold: Fold) -> None:
         """Folds the keys of a family from here on."""
-        self._families.pop((fold.places, fold.same), None)
         self._folds.setdefault(fold.places, {})[fold.same] = fold
 
     def drop(self, fold: Fold) -> None:
@@ -106,27 +97,14 @@ class Folds:
             del self._folds[fold.places]
 
 
-def _differing(one: Flat, other: Flat) -> tuple[int, ...]:
-    """Returns the places where two keys differ, if they differ in plain values alone; else ()."""
-    if len(one) != len(other):
-        return ()
-    places = [place for place, differs in enumerate(map(operator.ne, one, other)) if differs]
-    plain = _are_plain(one, places) and _are_plain(other, places)
-    return tuple(places) if plain and len(places) <= _MOST_CHANGING else ()
-
-
 def _without(flat: Flat, places: Sequence[int]) -> Flat:
     """Returns a key without the values at some places; empty if the key is too short."""
-    if places[-1] >= len(flat):
+    if places and places[-1] >= len(flat):
         return ()
     rest = [*flat]
     for place in places:
         rest[place] = None
     return tuple(rest)
-
-
-def _are_plain(flat: Flat, places: Sequence[int]) -> bool:
-    return all(_is_plain(flat[place]) for place in places)
 
 
 def _is_plain(token: Any) -> bool:

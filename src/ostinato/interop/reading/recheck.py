@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeAlias
 from ostinato import GraphExec, Stream
 from ostinato.errors import ContextPoisonedError, OstinatoError
 from ostinato.interop.reading.arguments import Arguments
-from ostinato.interop.reading.chains import Diverged
+from ostinato.interop.reading.chains import ChainReplay, Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import Library
@@ -435,14 +435,13 @@ def _replay(
             return MISSED
         backward.begin(leaves, subject.lock, subject.turns.take)
     why: object = "the last one was evicted"
-    fresh: list[Any] = []
-    put_back: Callable[[], None] = _nothing
+    replay: ChainReplay | None = None
     launched = False
     try:
         if captured.moves is None:
             captured.stage([*leaves, *made])
         if chain is not None:
-            fresh, put_back = chain.start(subject.library, state, stream)
+            replay = chain.start(subject.library, state, stream)
     except (Diverged, NotLaunched):
         return MISSED
     try:
@@ -450,25 +449,23 @@ def _replay(
             line.name, stream, None if captured.moves is None else change
         )
     except OstinatoError as error:
-        if chain is None or isinstance(error, ContextPoisonedError):
+        if replay is None or isinstance(error, ContextPoisonedError):
             raise
         why = error
     except BaseException:
-        put_back()
+        if replay is not None:
+            replay.put_back()
         raise
+    if replay is None:
+        return () if launched else MISSED
     if not launched:
-        if chain is not None and chain.links:
-            chain.stop(why)
-        put_back()
+        replay.refused(why)
         return MISSED
     try:
-        return fresh if chain is None else fresh + chain.finish(put_back)
+        replay.finish()
     except Diverged:
         return MISSED
-
-
-def _nothing() -> None:
-    """There is nothing to put back."""
+    return replay.fresh
 
 
 class _Eager:
@@ -608,7 +605,7 @@ def recheck(
     chain, moves = captured.chain, captured.moves
     replay: Callable[..., Any] = subject.cache.replay
     name: str | None = line.name
-    if moves is None or (chain is not None and (chain.last is not None or chain.inside)):
+    if moves is None or (chain is not None and (chain.last.record is not None or chain.inside)):
         replay, name = functools.partial(_replay, subject, line, [*call.state], stream), None
     way = _extension.Way(
         *(made, subject.lock.acquire, subject.lock.release, weakref.ref(captured), subject.turns),

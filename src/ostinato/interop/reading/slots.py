@@ -332,7 +332,7 @@ class Maker:
         """Notes which memory a chain writes before the last wait that is compared.  Raises
         NotGraphable if that is not known."""
         library, storage = self._subject.library, self._subject.library.storage
-        every = [link.wait for link in made.links.links]
+        every = made.links.waits
         if not every:  # only copies from the CPU waited, which are made once
             return
         own = {storage(one).address for one in made.prepared.inputs}

@@ -13,8 +13,6 @@ from ostinato.step import CacheStatistics, StepKeyStatistics, StepStatistics
 class GraphedStatistics(StepStatistics):
     """Counts of a graphed function since it was made."""
 
-    nested: int
-    """Calls inside a capture that was under way; they ran the function without a graph."""
     cache: CacheStatistics
     not_restored: Mapping[str, int]
     """Reasons why keys were not restored from the store, with counts."""

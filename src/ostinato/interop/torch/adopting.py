@@ -271,7 +271,7 @@ class _Advance:
         self._drawn, self._words = tuple(drawn), words
         self._kernel = device.modules.get_or_compile(_SOURCE, "set_generator")
         self._last: Stream | None = None
-        self._place = words.address
+        self.place = words.address
         """The address at which the definition reads the words."""
         self.nbytes = words.nbytes
 
@@ -290,9 +290,9 @@ class _Advance:
     def read_at(self, graph: Graph, address: int | None) -> None:
         """Makes a definition read its words at an address; at their own place for None."""
         place = self._words.address if address is None else address
-        moved = {self._place + at: place + at for at in range(0, self.nbytes, _WORD)}
+        moved = {self.place + at: place + at for at in range(0, self.nbytes, _WORD)}
         point_elsewhere(graph, moved)
-        self._place = place
+        self.place = place
 
 
 def _apart(device: Device, adopted: Graph, drawn: Sequence[_Drawn]) -> Graph:

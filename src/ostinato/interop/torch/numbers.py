@@ -60,40 +60,18 @@ _DRAWING = {
 _LOOPING = "_polynomial_", "zeta", "polygamma"
 """Words in the names of operations with a loop that is as long as a tensor says: a degree, or the
 distance from a number below 0, which can be 1e15."""
-_HARMLESS = {
-    *(_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.mv, _aten.dot, _aten.convolution),
-    *(_aten.sum, _aten.mean, _aten.var, _aten.var_mean, _aten.linalg_vector_norm, _aten.prod),
-    *(
-        _aten._is_all_true,
-        _aten._is_any_true,
-        _aten.any,
-        _aten.all,
-        _aten.max,
-        _aten.min,
-        _aten.amax,
-        _aten.amin,
-        _aten.aminmax,
-    ),
-    *(_aten.argmax, _aten.argmin, _aten.count_nonzero, _aten.cumsum, _aten.cumprod),
-    *(_aten._softmax, _aten._log_softmax, _aten.logsumexp, _aten.native_layer_norm),
-    *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.full),
-    *(_aten.full_like, _aten.new_full, _aten.zeros, _aten.zeros_like, _aten.new_zeros),
-    *(_aten.ones, _aten.ones_like, _aten.new_ones, _aten.fill_, _aten.zero_, _aten.eye),
-    *(_aten.arange, _aten.linspace, _aten.scalar_tensor, _aten.clone, _aten.copy_, _aten._to_copy),
-    # What these do with matrices that have no inverse, or are no numbers, is said by their results.
-    *(_aten.linalg_inv_ex, _aten.linalg_cholesky_ex, _aten.linalg_lu_factor_ex),
-    *(_aten._linalg_solve_ex, _aten.linalg_solve_triangular),
-    *(
-        _aten._unsafe_view,
-        _aten.cat,
-        _aten.stack,
-        _aten.flip,
-        _aten.roll,
-        _aten.tril,
-        _aten.triu,
-        _aten.repeat,
-    ),
-}
+_NAMES = """
+mm addmm bmm baddbmm mv dot convolution
+sum mean var var_mean linalg_vector_norm prod cumsum cumprod count_nonzero
+_is_all_true _is_any_true any all max min amax amin aminmax argmax argmin
+_softmax _log_softmax logsumexp native_layer_norm
+empty empty_like new_empty empty_strided full full_like new_full fill_ eye arange linspace
+zeros zeros_like new_zeros zero_ ones ones_like new_ones scalar_tensor clone copy_ _to_copy
+_unsafe_view cat stack flip roll tril triu repeat
+linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex _linalg_solve_ex linalg_solve_triangular
+"""
+# What the last ones do with matrices that have no inverse, or are no numbers, their results say.
+_HARMLESS = {getattr(_aten, name) for name in _NAMES.split()}
 
 
 def _call(func: Any, *args: Any, **kwargs: Any) -> Any:

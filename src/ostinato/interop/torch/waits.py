@@ -42,9 +42,11 @@ from ostinato.interop.reading.chains import (
     as_value,
     error_value,
 )
-from ostinato.interop.reading.conditions import Scalar
+from ostinato.interop.reading.conditions import Scalar, Span, UsedMemory, Works, in_line
 from ostinato.interop.reading.library import NoMemory, NotGraphable, WaitsForDevice
+from ostinato.interop.reading.slots import words_of_nodes
 from ostinato.interop.reading.tails import Gives, ResultPlace
+from ostinato.interop.torch import workspaces
 from ostinato.interop.torch.adopting import adopt_graph
 from ostinato.interop.torch.capturing import (
     NOT_REGISTERED,
@@ -113,6 +115,9 @@ class Segment(Protocol):
     def position(self) -> Hashable:
         """Returns a value that changes when work is captured."""
 
+    def count(self) -> int:
+        """Returns the number of its nodes."""
+
     def end(self) -> Any:
         """Ends it; returns its graph, or None if nothing was captured.  Raises if it is broken."""
 
@@ -137,8 +142,9 @@ class Captor(Protocol):
     def begin(self) -> Segment:
         """Begins a capture."""
 
-    def launch(self, graph: Any, *, harmless: bool) -> None:
-        """Launches the graph of a capture (`ChainBuilder.submitted`)."""
+    def launch(self, graph: Any, *, harmless: Works | None) -> None:
+        """Launches the graph of a capture (`ChainBuilder.submitted`).  The memory in `harmless` is
+        that of tensors alone."""
 
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Makes a tensor outside of the capture under way, and keeps it with the chain."""
@@ -185,6 +191,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         some."""
         self._harmful = False
         """True if an operation of the capture may fail for other content of its tensors."""
+        self._works: list[tuple[int, UsedMemory | None]] = []
+        """The operations of the capture, with the memory of their tensors."""
         parts.around, parts.copying_out = self._around, self._copy_out
         self._copying = False
         """True if the rest of the capture under way copies the outputs, and does nothing else."""
@@ -203,7 +211,6 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         the run start again, with a copy for each replay."""
         self._own: dict[int, Any] = {}
         """Memory that the run has allocated, by address; kept, so that no other takes its place."""
-        self._written: set[int] = set()
         self._unseen = ""
         self._pending: list[torch.Tensor] = []
         """Tensors over memory from before the run that the capture writes."""
@@ -268,6 +275,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         self._harmful = False
         self._segment = self._captor.begin()
         self._position = self._segment.position()
+        self._works = [(self._segment.count(), None)]
 
     def _next(self) -> None:
         """Begins another capture, if the one before was sound."""
@@ -310,7 +318,11 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             return
         self._here(segment)
         try:
-            harmless = self._is_harmless(segment)
+            harmless = None
+            if self._is_harmless(segment):
+                harmless, copied = self._works, segment.count()
+                if copied > harmless[-1][0]:  # the outputs, into memory that nobody here uses
+                    harmless.append((copied, UsedMemory(frozenset([_EVERY]))))
             graph = segment.end()
             self._keep()
             if graph is not None:
@@ -426,7 +438,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             return result
         objects = value, *[each for each in map(stateful, given) if each is not None]
         step = PythonStep(value, name, _map(alias, args), _map(alias, kwargs), attached, objects)
-        written = frozenset(self._written)
+        written = frozenset(self._before)
         self._parts.waited(Wait(line, None, step, None, written, self._unseen, step))
         self._start()
         return None
@@ -662,6 +674,8 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
         assert self._segment is not None
         self._position = self._segment.position()
         self._harmful |= not (self._within or is_harmless(func) or self._reads_within(func, args))
+        if not self._harmful:
+            self._works.append((self._segment.count(), self._uses(func, args, kwargs, result)))
         self._note_written(func, args, kwargs)
         most = places_of(func, args, kwargs)
         if most:
@@ -687,6 +701,16 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             places is not None and self._places.get(_storage(places), (None, count + 1))[1] <= count
         )
 
+    def _uses(self, func: Any, args: Any, kwargs: Any, result: Any) -> UsedMemory:
+        """Returns the memory of an operation's tensors."""
+        reads, writes = set[Span](), set[Span]()
+        for value, written in _arguments(func, args, kwargs):
+            for leaf in _leaves(value):
+                if _is_tensor(leaf) and self._is_there(leaf):
+                    (writes if written else reads).add(_span(leaf))
+        made = {_span(leaf) for leaf in _leaves(result) if _is_tensor(leaf)}
+        return UsedMemory(frozenset(reads), frozenset(writes | made - reads))
+
     def _note_written(self, func: Any, args: Any, kwargs: Any) -> None:
         for value, written in _arguments(func, args, kwargs):
             if written:
@@ -698,7 +722,6 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
                     self._harmful |= _storage(leaf) in self._numbers
                     if _storage(leaf) not in self._own:
                         self._pending.append(alias(leaf))
-                        self._written.add(_storage(leaf))
 
     # --- waits
     def _wait(self, func: Any, args: Any, kwargs: Any, *, failed: str = "") -> Any:
@@ -783,7 +806,7 @@ class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type fo
             call = item or read
         elif item is not None:
             call = lambda: ((), (as_value(item()),))  # noqa: E731
-        written = frozenset(self._written)
+        written = frozenset(self._before)
         tensors = [leaf for leaf in _leaves(given) if _is_tensor(leaf)]
         reads = frozenset([_storage(each) for each in tensors if self._is_there(each)])
         number = None
@@ -923,6 +946,14 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
+_EVERY: Span = (0, 1 << 64)
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    storage = tensor.untyped_storage()
+    return int(storage.data_ptr()), int(storage.data_ptr() + storage.nbytes())
+
+
 def _bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return bytes(plain.view(-1).view(torch.uint8).numpy())
@@ -999,6 +1030,10 @@ class _Capture:
 
     def position(self) -> Hashable:
         return self._stream.capture_info().dependencies
+
+    def count(self) -> int:
+        info = self._stream.capture_info()
+        return len(self._captures.device.driver.graph_nodes(info.graph))
 
     def refused(self, error: Exception) -> bool:
         return False
@@ -1092,6 +1127,7 @@ class _Captor:
         self.settle = captures.settle
         self.graphs: list[Graph] = []
         self._contents: list[bytes] = []
+        self._shared = [(each.address, each.end) for each in workspaces.own(captures.index)]
 
     def begin(self) -> Segment:
         kind = _ByTorch if self._captures.by_torch else _Own
@@ -1099,9 +1135,37 @@ class _Captor:
         self._parts.begun(self._captures.beside()[1])
         return segment
 
-    def launch(self, graph: Graph, *, harmless: bool) -> None:
+    def launch(self, graph: Graph, *, harmless: Works | None) -> None:
         self.graphs.append(graph)
+        if harmless:
+            harmless = self._with_scratch(graph, harmless)
         self._parts.submitted(graph, self._captures.beside()[1], harmless=harmless)
+
+    def _with_scratch(self, graph: Graph, works: Works) -> Works:
+        """Adds the memory that operations use besides that of their tensors, which only their
+        nodes' words show: workspaces of cuBLAS, and other memory, of which the size is unknown."""
+        nodes, start, found = in_line(graph), 0, list[tuple[int, UsedMemory | None]]()
+        if nodes is None or len(nodes) != works[-1][0]:
+            return ()
+        memory_of = self._captures.device.driver.memory_range
+        draws: Any = graph.before_launch
+        states = [] if draws is None else [(draws.place, draws.place + draws.nbytes)]
+        for end, uses in works:
+            if uses is not None and _EVERY not in uses.reads:
+                known = UsedMemory(writes=uses.reads | uses.writes | {*states})
+                for word in words_of_nodes(nodes[start:end]).tolist():
+                    if not known.apart(UsedMemory(frozenset([(word, word + 1)]))):
+                        continue
+                    inside = [each for each in self._shared if each[0] <= word < each[1]]
+                    if inside:
+                        uses = UsedMemory(uses.reads, uses.writes | {*inside})
+                    elif 1 << 32 < word < 1 << 57 and memory_of(word) is not None:
+                        uses = None
+                        break
+            if end > start:
+                found.append((end, uses))
+            start = end
+        return found
 
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         with self.relaxed(), torch.cuda.stream(self._outside):

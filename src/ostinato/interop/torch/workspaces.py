@@ -105,6 +105,16 @@ def used(index: int, nodes: Sequence[Node]) -> Uses:
     return Uses(own=by_name or any(points_at(words, memory) for memory in own), others=found)
 
 
+def own(index: int) -> list[MemoryRange]:
+    """Returns the workspaces of the streams of captures."""
+    pools = {pool for (device, _), pool in _pools.items() if device == index}
+    found = []
+    for segment in torch.cuda.memory_snapshot() if pools else ():
+        if tuple(segment.get("segment_pool_id", (0, 0))) in pools:
+            found.append(MemoryRange(segment["address"], segment["total_size"]))
+    return found
+
+
 def _memory_of_tensors() -> npt.NDArray[np.uint64]:
     """Returns the addresses of the memory of all tensors in the process, sorted."""
     found = []
