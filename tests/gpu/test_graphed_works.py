@@ -133,4 +133,6 @@ def test_the_examples_run(example: str, replayed: int) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("replayed") >= replayed, result.stdout
+    # A busy host can measure that a chain is no faster than eager calls: it is given up then.
+    given_up = "as a chain (" in result.stdout
+    assert given_up or result.stdout.count("replayed") >= replayed, result.stdout
