@@ -276,7 +276,11 @@ def test_copies_from_memory_of_the_host_run_eagerly(
 @pytest.mark.parametrize("waits", [False, True])
 @lines(
     *("x[[1, 0]] + 1.0", "x[np.array([1])] * 2.0", "x.take((1, 0)) + 1.0", "x[[]] + 1.0"),
-    *("put(x, [1, 0], [2.5, 3.0])", "put(x, [1], held[:1])", "put(x, held[:1].astype(int), x[2:3])"),
+    *(
+        "put(x, [1, 0], [2.5, 3.0])",
+        "put(x, [1], held[:1])",
+        "put(x, held[:1].astype(int), x[2:3])",
+    ),
     *("filled(x, held)", "filled(x, np.ones(4, 'f4'))", "x + cupy.asarray(range(4)).max()"),
     *("x * cupy.asarray(np.array(2.0))", "x + cupy.asarray([held, held]).max()"),
     more=(

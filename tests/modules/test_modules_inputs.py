@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ostinato.errors import CompileError
+from ostinato.models.cuda import lowering
 from ostinato.modules import CompileOptions, Source
 from ostinato.modules import headers as inputs_module
 from ostinato.modules.nvrtc import Answer, Nvrtc
@@ -166,8 +167,12 @@ PROBES = {
     "from memory": '#include "memory.h"\n#if FOUND',
     "from a header": '#include "sub/asks.h"\n#if FOUND',
     "plain of a header": '#include "sub/asks_plainly.h"\n#if FOUND',
+    "no pieces of the word": "#define P(a, b) a##b // of _, __has and __has_##include\n"
+    """#define TEXT "_ \\" /*", R"(\n__has" _ ")"\n#define SLASHES '"' //\n"""
+    '/* \n __has_include " */\n#if __has_include(<b.h>) // __has_include(<it>)',
 }
-FOLLOWED = {"literal", "angle", "splice", "absolute", "elif", "renumbered", "plain of a header"}
+FOLLOWED = {"literal", "angle", "splice", "comment inside", "absolute", "elif", "renumbered"}
+FOLLOWED |= {"plain of a header", "no pieces of the word"}
 """The ways to ask whose answers are known, so that the code is kept on disk."""
 
 
@@ -185,6 +190,15 @@ def test_a_header_that_appears_or_goes(ask, tmp_path: Path, probe: str) -> None:
     assert asked.after() == 2
     (tmp_path / "inc/b.h").unlink()
     assert asked.after() == 1
+
+
+def test_the_decoders_kernels_are_kept_on_disk(ask) -> None:
+    folder = Path(lowering.__file__).parent / "kernels"
+    texts = {path.name: path.read_text() for path in folder.glob("*.cu*")}
+    assert len(texts) > 20
+    asked = ask(ONE, headers=texts)
+    assert asked.before() == 1
+    assert len(list(asked.store.glob("*"))) == 1
 
 
 def test_a_header_of_the_name_of_one_in_memory(ask, tmp_path: Path, monkeypatch) -> None:

@@ -172,6 +172,9 @@ def _content_digest(data: bytes) -> bytes:
 _SETTLED_NS = 2_000_000_000
 
 _SPLICE = rb"(?:\\|\?\?/)[ \t\f\v]*\r?\n"
+_STRING = rb'(?<!\w)(?:u8|[uUL])?R"(?P<mark>[^()\\\s]*)\((?s:.*?)\)(?P=mark)"|"(?:\\.|[^"\\\n])*"'
+# What begins inside of another of them is none.
+_NO_CODE = rb"//[^\n]*|/\*(?s:.*?)\*/|(?P<text>" + _STRING + rb"|'(?:\\[^'\n]+|[^'\\\n])')"
 _PASTE = rb"##|%:%:|\?\?=\?\?="
 # The start of the word, as an identifier that pasting could complete to it.
 _PIECE = rb"(?<!\w)_(?:_(?:h(?:a(?:s(?:_\w{0,6})?)?)?)?)?(?!\w)"
@@ -180,7 +183,7 @@ _PROBE = rb'__has_include\s*\(\s*(?:<(?P<angle>[^>\n]+)>|"(?P<quote>[^"\n]+)")\s
 _PLAIN_LINE = (
     rb"\s*#\s*(?:el)?if(?:n?def)?\b(?:[\s!&|]|\(|\)|defined\b|"
     + re.sub(rb"\?P<\w+>", b"", _PROBE)
-    + rb"|\w+\b(?!\s*\())*(?://.*)?"
+    + rb"|\w+\b(?!\s*\())*"
 )
 
 Stamp = tuple[int, int, int, int]
@@ -376,9 +379,12 @@ def _earlier_places(
 def _asked(texts: Sequence[bytes]) -> set[str] | None:
     """Returns the names that texts give to __has_include; None if they do not show all of them."""
     spliced = [re.sub(_SPLICE, b"", text) for text in texts]
-    pasted = any(re.search(_PASTE, text) for text in spliced)
-    asks = rb"has_include|" + _PIECE if pasted else rb"has_include"
-    lines = [line for text in spliced for line in text.split(b"\n") if re.search(asks, line)]
+    # Without comments; and without strings, such as those of PTX, whose sink is a "_".
+    codes = [re.sub(_NO_CODE, lambda found: found["text"] or b" ", text) for text in spliced]
+    bare = [re.sub(_NO_CODE, b" ", text) for text in codes]
+    if any(re.search(_PASTE, text) for text in bare) and any(re.search(_PIECE, t) for t in bare):
+        return None
+    lines = [line for text in codes for line in text.split(b"\n") if b"has_include" in line]
     if not all(re.fullmatch(_PLAIN_LINE, line) for line in lines):
         return None
     return set().union(*map(_probed, lines))
