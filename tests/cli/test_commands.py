@@ -238,6 +238,7 @@ def test_every_way_to_generate_says_the_same(tiny: Path) -> None:
     plain = generated(*options)
     for way in (["--no-graphs"], ["--build", "record"], ["--tokens-per-launch", "4"]):
         assert generated(*options, *way)["token_ids"] == plain["token_ids"]
+    assert generated(*options[:-1], "4")["token_ids"] != plain["token_ids"]
     assert generated(*options, "--raw")["prompt_tokens"] < plain["prompt_tokens"]
 
 
