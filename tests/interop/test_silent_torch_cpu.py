@@ -104,6 +104,9 @@ def captures(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[[
         def __init__(self, handle: int, device: int) -> None:
             self.cuda_stream = handle
 
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.cuda_stream
+
     monkeypatch.setattr(torch.cuda, "ExternalStream", Theirs)
     return lambda: Captures(host_device, 0, ())
 
@@ -187,6 +190,45 @@ def test_workspaces_of_other_streams_are_refused(
     reason = finished(found, reading(host_device, other))
     assert bool(reason) is (where in ("common memory", "a pool")), reason
     assert not reason or "workspace of cuBLAS that torch may free (line points at" in reason
+
+
+@pytest.mark.parametrize("where", ["outside", "in the capture", "in a graph that it launches"])
+def test_a_word_that_nobody_set_is_no_use_of_a_workspace(
+    host_device: Device,
+    captures: Callable[[], Any],
+    memory: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """Kernels have arguments with the address of the workspace of an earlier product, on a stream
+    that took no part in the capture."""
+    from ostinato.interop.torch import workspaces
+
+    device, found = host_device, captures()
+    own, theirs, out = (device.zeros(1024, "f4") for _ in range(3))
+    side, other = found.beside()[1], device.create_stream()
+    torchs = [torch.cuda.ExternalStream(other.handle, device=0)]
+    monkeypatch.setattr(workspaces, "_streams_of_torch", lambda index: torchs)
+    monkeypatch.setattr(workspaces, "_pools", {(0, side.handle): (0, 5)})
+    monkeypatch.setattr(workspaces, "make", lambda *given, **named: None)
+    memory.append(segment((0, 5), own.address, 1024, side.handle))
+    memory.append(segment((0, 0), theirs.address, 1024, other.handle))
+    line = device.modules.get_or_compile(SOURCE, "line")
+    inner = reading(device, theirs)
+    found.own_workspaces(capturing=True)
+    with ost.capture(side) as capture:
+        ost.launch(side, line, ONE, out, own, 4, 1.0, 0.0)
+        if where == "in the capture":
+            other.wait(side.record())
+            ost.launch(other, line, ONE, out, theirs, 4, 1.0, 0.0)
+            side.wait(other.record())
+        elif where == "outside":
+            ost.launch(side, line, ONE, out, theirs, 4, 1.0, 0.0)
+        found.note_streams()
+    if where == "in a graph that it launches":
+        capture.graph.add_child(inner)
+    reason = finished(found, capture.graph)
+    assert bool(reason) is (where != "outside"), reason
 
 
 def test_backwards_are_noted_in_threads_that_overlap() -> None:
