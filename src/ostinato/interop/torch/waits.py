@@ -1129,7 +1129,7 @@ class _Captor:
         self.settle = captures.settle
         self.graphs: list[Graph] = []
         self._contents: list[bytes] = []
-        self._shared = [(each.address, each.end) for each in workspaces.own(captures.index)]
+        self._shared = [(each.address, each.end) for each in workspaces.present(captures.index)[0]]
 
     def begin(self) -> Segment:
         kind = _ByTorch if self._captures.by_torch else _Own

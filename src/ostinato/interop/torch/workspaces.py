@@ -64,7 +64,7 @@ class Uses:
     others: str
 
 
-def used(index: int, nodes: Sequence[Node], bystanders: Collection[int] = ()) -> Uses:
+def used(index: int, nodes: Sequence[Node], bystanders: Collection[int]) -> Uses:
     """Reads from the nodes of graphs which workspaces they use.
 
     A word that points into a workspace need not be a use.  Kernels have arguments that nobody sets:
@@ -76,7 +76,7 @@ def used(index: int, nodes: Sequence[Node], bystanders: Collection[int] = ()) ->
     If there is none of our own, the device had no memory for it, and the graphs use another one."""
     words = words_of_nodes(nodes)
     within = words_of_nodes(each for node in nodes for body in node.children for each in body)
-    own, others = _workspaces(index)
+    own, others = present(index)
     suspects = [
         (memory, stream)
         for memory, stream in others
@@ -86,8 +86,7 @@ def used(index: int, nodes: Sequence[Node], bystanders: Collection[int] = ()) ->
         owned = _memory_of_tensors()
         suspects = [each for each in suspects if not points_at(owned, each[0])]
     by_name = any(_PRODUCTS.search(node.name) for node in kernels_of(nodes))
-    missing = by_name and not own and any(device == index for device, _ in _pools)
-    found = "there is no memory for its own" if missing else ""
+    found = "there is no memory for its own" if by_name and not own else ""
     for memory, stream in suspects[:1]:
         node = next(each for each in nodes if points_at(words_of_nodes([each]), memory))
         found = f"{node.name} points at one of stream {stream:#x}"
@@ -97,7 +96,7 @@ def used(index: int, nodes: Sequence[Node], bystanders: Collection[int] = ()) ->
 def bystanders(index: int) -> list[Any]:
     """Returns those of torch's own streams that have a workspace.  torch never destroys them, so
     the driver may be asked about them at any time."""
-    found = {stream for _, stream in _workspaces(index)[1]}
+    found = {stream for _, stream in present(index)[1]}
     return [each for each in _streams_of_torch(index) if each.cuda_stream in found] if found else []
 
 
@@ -108,7 +107,7 @@ def _streams_of_torch(index: int) -> list[Any]:
     return [torch.cuda.Stream(index, priority=each) for each in (0, -1) for _ in range(32)]
 
 
-def _workspaces(index: int) -> tuple[list[MemoryRange], list[tuple[MemoryRange, int]]]:
+def present(index: int) -> tuple[list[MemoryRange], list[tuple[MemoryRange, int]]]:
     """Returns our own workspaces, and those of others, each with its stream.
 
     Another one is memory as large as our own that is in use, in torch's common memory or for
@@ -136,16 +135,6 @@ def _workspaces(index: int) -> tuple[list[MemoryRange], list[tuple[MemoryRange, 
             elif apart:
                 others.append((size, memory, stream))
     return own, [(memory, stream) for size, memory, stream in others if size in sizes]
-
-
-def own(index: int) -> list[MemoryRange]:
-    """Returns the workspaces of the streams of captures."""
-    pools = {pool for (device, _), pool in _pools.items() if device == index}
-    found = []
-    for segment in torch.cuda.memory_snapshot() if pools else ():
-        if tuple(segment.get("segment_pool_id", (0, 0))) in pools:
-            found.append(MemoryRange(segment["address"], segment["total_size"]))
-    return found
 
 
 def _memory_of_tensors() -> npt.NDArray[np.uint64]:
