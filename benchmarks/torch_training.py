@@ -12,11 +12,12 @@ deterministic kernels; times are those with its usual ones.  Times are those of 
 the wait for the GPU at their end, in turns.  `first_ms` is the time of the first 12 steps.
 
 Each work has a process of its own: torch 2.11 breaks the context in the third compiled work of a
-process, also without any code of ours.  The processes prepare at the same time, and measure one
-after the other, when all have prepared; rows are written as they come.  With `--compile`, which
-has a file of its own and compares no parameters, the works are also compiled at the same time:
-`compile_ms` is the time of the first 12 steps then, beside the other works, and `compile_cpu_ms`
-the CPU time of all threads of the process meanwhile, without that of the compiler's workers.
+process, also without any code of ours.  The processes prepare at the same time.  One that has
+prepared measures while the others wait between two parts of their preparation, and its rows are
+written as they come: of a run that is cut off those are kept.  With `--compile`, which has a file
+of its own and compares no parameters, the works are also compiled at the same time: `compile_ms` is
+the time of the first 12 steps then, beside the other works, and `compile_cpu_ms` the CPU time of
+all threads of the process meanwhile, without that of the compiler's workers.
 `--after FILE` keeps the rows of other works of an earlier run, each with its commit.
 """
 
@@ -36,6 +37,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +196,16 @@ def by_hand(torch: Any, step: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
     return replay
 
 
-def trained(torch: Any, work: Work, capturable: bool, steps: int) -> str:
+def trained(
+    torch: Any, work: Work, capturable: bool, steps: int, between: Callable[[], None]
+) -> str:
     """Trains eagerly and by `graphed`; returns how the parameters compare.  If they differ, trains
-    eagerly again: some works give other parameters each time."""
+    eagerly again: some works give other parameters each time.  `between` is called before each
+    training."""
     from ostinato.interop.torch import graphed
 
     def parameters(wrap: Callable[[Any], Any] | None = None) -> list[Any]:
+        between()
         model, step = trainer(torch, work, capturable)
         if wrap is not None:
             step = wrap(step)
@@ -234,13 +240,17 @@ def begun(torch: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> float:
 
 
 def measure(
-    torch: Any, name: str, work: Work, steps: int, compiles: bool, prepared: Callable[[], None]
+    torch: Any, name: str, work: Work, steps: int, compiles: bool, turn: Callable[[bool], None]
 ) -> Iterator[dict[str, object]]:
-    """Yields the rows of a work.  Calls `prepared` before the first time that is compared."""
+    """Yields the rows of a work.  Calls `turn` with False between parts of the preparation, and
+    with True before the first time that is compared."""
     from ostinato.interop.torch import graphed
 
     kinds = {"plain": False, "capturable": True}
-    equal = {} if compiles else {k: trained(torch, work, c, CHECKED) for k, c in kinds.items()}
+    between = partial(turn, False)
+    equal: dict[str, str] = {}
+    for kind, capturable in kinds.items() if not compiles else ():
+        equal[kind] = trained(torch, work, capturable, CHECKED, between)
     args = work.draw(torch.Generator("cuda").manual_seed(9))
     beside: dict[str, Callable[..., Any]] = {}
     compiled: dict[str, object] = {}
@@ -253,12 +263,13 @@ def measure(
         beside["module"] = trainer(torch, work, False, wrap=replayed)[1]
         beside["make_graphed"] = trainer(torch, work, False, wrap=made_graphed)[1]
         begun(torch, beside["module"], args)
+        between()
     if compiles:
         began = time.process_time()
         beside["compiled"] = trainer(torch, work, False, compiles=True)[1]
         compiled["compile_ms"] = begun(torch, beside["compiled"], args)
         compiled["compile_cpu_ms"] = round(1e3 * (time.process_time() - began), 1)
-    prepared()
+    turn(True)
     for kind, capturable in kinds.items():
         step = graphed(trainer(torch, work, capturable)[1])
         ways = {"eager": trainer(torch, work, capturable)[1], "graphed": step}
@@ -326,19 +337,26 @@ def apart(names: Sequence[str], chosen: Any) -> Iterator[dict[str, Any]]:
 
 
 def alone(torch: Any, name: str, work: Work, chosen: Any) -> None:
-    """Measures a work beside other processes, and prints each row as a line of JSON.  Processes
-    share a lock while they prepare; each has it for itself while it measures."""
-    with Path(chosen.beside).open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
+    """Measures a work beside other processes, and prints each row as a line of JSON.
+
+    Processes share a lock (the file's second byte) while they prepare; each has it for itself
+    while it measures.  Who waits for it has the first byte, so that nobody gets it again before."""
+    with Path(chosen.beside).open("r+b") as file:
+
+        def turn(mine: bool) -> None:
+            torch.cuda.synchronize()
+            left = signal.alarm(0)
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, 1)
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, 0)
+            fcntl.lockf(file, fcntl.LOCK_EX if mine else fcntl.LOCK_SH, 1, 1)
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, 0)
+            signal.alarm(0 if mine else left)
+
+        turn(False)
         signal.alarm(chosen.within)
-
-        def prepared() -> None:
-            signal.alarm(0)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-
         steps = 20 if chosen.quick else chosen.steps
         try:
-            for row in measure(torch, name, work, steps, chosen.compile, prepared):
+            for row in measure(torch, name, work, steps, chosen.compile, turn):
                 print(json.dumps(row), flush=True)
         except Exception as error:
             traceback.print_exc()

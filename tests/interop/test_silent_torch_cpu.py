@@ -104,6 +104,9 @@ def captures(host_device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[[
         def __init__(self, handle: int, device: int) -> None:
             self.cuda_stream = handle
 
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, self.cuda_stream
+
     monkeypatch.setattr(torch.cuda, "ExternalStream", Theirs)
     return lambda: Captures(host_device, 0, ())
 
@@ -160,8 +163,18 @@ def test_functions_without_products_share_a_stream(
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["common memory", "a pool", "the side stream", "the default stream", "a tensor", "less"],
+    ("where", "refused"),
+    [
+        ("common memory", True),
+        ("a pool", True),
+        ("the side stream", False),
+        ("the default stream", False),
+        ("a tensor", False),
+        ("less", False),
+        ("torch's stream, outside", False),
+        ("torch's stream, in the capture", True),
+        ("torch's stream, in a graph that is launched", True),
+    ],
 )
 def test_workspaces_of_other_streams_are_refused(
     host_device: Device,
@@ -169,24 +182,42 @@ def test_workspaces_of_other_streams_are_refused(
     memory: list[dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
     where: str,
+    refused: bool,
 ) -> None:
-    """torch may free them, and others would get their memory."""
+    """torch may free them, and others would get their memory.  But kernels have arguments that
+    nobody sets, with the address of the workspace of an earlier product: that is no use of it if
+    its stream took no part in the capture."""
     from ostinato.interop.torch import workspaces
 
-    own, found = host_device.zeros(1024, "f4"), captures()
-    tensor = torch.zeros(1024)
-    other = (
-        host_device.adopt_array(tensor) if where == "a tensor" else host_device.zeros(1024, "f4")
-    )
-    side = found.beside()[1].handle
-    monkeypatch.setattr(workspaces, "_pools", {(0, side): (0, 5)})
+    device, found, tensor = host_device, captures(), torch.zeros(1024)
+    own, theirs, out = (device.zeros(1024, "f4") for _ in range(3))
+    if where == "a tensor":
+        theirs = device.adopt_array(tensor)
+    side, other = found.beside()[1], device.create_stream()
+    torchs = [torch.cuda.ExternalStream(other.handle, device=0)] if "torch's" in where else []
+    monkeypatch.setattr(workspaces, "_streams_of_torch", lambda index: torchs)
+    monkeypatch.setattr(workspaces, "_pools", {(0, side.handle): (0, 5)})
+    monkeypatch.setattr(workspaces, "make", lambda *given, **named: None)
     pool = (0, 9) if where in ("a pool", "the side stream") else (0, 0)
-    stream = {"the side stream": side, "the default stream": 0}.get(where, 1234)
-    memory.append(segment((0, 5), own.address, 1024, side))
-    memory.append(segment(pool, other.address, 512 if where == "less" else 1024, stream))
-    reason = finished(found, reading(host_device, other))
-    assert bool(reason) is (where in ("common memory", "a pool")), reason
-    assert not reason or "workspace of cuBLAS that torch may free (line points at" in reason
+    on = {"the side stream": side.handle, "the default stream": 0}.get(where, other.handle)
+    memory.append(segment((0, 5), own.address, 1024, side.handle))
+    memory.append(segment(pool, theirs.address, 512 if where == "less" else 1024, on))
+    line, inner = device.modules.get_or_compile(SOURCE, "line"), reading(device, theirs)
+    found.own_workspaces(capturing=True)
+    with ost.capture(side) as capture:
+        ost.launch(side, line, ONE, out, own, 4, 1.0, 0.0)
+        if "in the capture" in where:
+            other.wait(side.record())
+            ost.launch(other, line, ONE, out, theirs, 4, 1.0, 0.0)
+            side.wait(other.record())
+        elif "launched" not in where:
+            ost.launch(side, line, ONE, out, theirs, 4, 1.0, 0.0)
+        found.note_streams()
+    if "launched" in where:
+        capture.graph.add_child(inner)
+    reason = finished(found, capture.graph)
+    assert bool(reason) is refused, reason
+    assert not reason or "workspace of cuBLAS that torch may free (" in reason
 
 
 def test_backwards_are_noted_in_threads_that_overlap() -> None:

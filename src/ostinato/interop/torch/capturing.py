@@ -130,6 +130,8 @@ class Captures:
         """The count of ended plans of cuFFT (`plans.py`) at the first graph that uses some."""
         self._multiplies = False
         """True if a graph uses a workspace of cuBLAS."""
+        self._bystanders: list[Stream] = []
+        """Streams with a workspace that have taken no part in the captures so far."""
         self.differentiates = False
         """True if autograd has worked, or will, on the side stream."""
         self.by_torch = bool(generators)
@@ -177,6 +179,14 @@ class Captures:
         warm-up and each capture.  In a capture autograd's thread cannot have one made."""
         engine = self.differentiates or (capturing and torch.is_grad_enabled())
         workspaces.make(self.index, self.beside()[0], engine=engine)
+        if capturing:
+            found = workspaces.bystanders(self.index)
+            self._bystanders = [*map(self.device.adopt_stream, found)]
+
+    def note_streams(self) -> None:
+        """Notes which streams take part in a capture.  Called right before its end: until then the
+        driver says of each stream that has joined it that it captures, also after the last join."""
+        self._bystanders = [each for each in self._bystanders if not each.is_capturing()]
 
     def begin_backward(self) -> None:
         """Called before a backward on the side stream, outside of captures: autograd's thread has a
@@ -249,7 +259,9 @@ class Captures:
             nonlocal events
             events = FollowedEvents()  # a new one for each capture
             with events.following(), noted_backward(self.note_backward):
-                return work(stream)
+                result = work(stream)
+            self.note_streams()
+            return result
 
         plans, pool = watch(), self.pool
         with hidden_capture(hidden) as asked:
@@ -305,7 +317,9 @@ class Captures:
             self.plans = watch() if self.plans is None else self.plans
             if since < 0:
                 return FULL
-        uses = workspaces.used(self.index, [node for _, nodes in read for node in nodes])
+        every = [node for _, nodes in read for node in nodes]
+        idle = {int(stream.handle) for stream in self._bystanders}
+        uses = workspaces.used(self.index, every, idle)
         if uses.others:
             line = f" at {events.forked}" if events.forked else ""
             return (

@@ -1066,6 +1066,7 @@ class _Own(_Capture):
         if self.active() and not self.position():
             self.abort()
             return None
+        self._captures.note_streams()
         try:
             graph = self._capture.end()
         finally:
@@ -1101,8 +1102,9 @@ class _ByTorch(_Capture):
                 warnings.simplefilter("ignore")
                 self.abort()
             return None
-        self.abort()
         captures = self._captures
+        captures.note_streams()
+        self.abort()
         graph = adopt_graph(captures.device, self._graph, generators=captures.generators)
         if graph.only_to_read:
             raise NotGraphable(f"the graph cannot be replayed here: {graph.only_to_read}")
@@ -1127,7 +1129,7 @@ class _Captor:
         self.settle = captures.settle
         self.graphs: list[Graph] = []
         self._contents: list[bytes] = []
-        self._shared = [(each.address, each.end) for each in workspaces.own(captures.index)]
+        self._shared = [(each.address, each.end) for each in workspaces.present(captures.index)[0]]
 
     def begin(self) -> Segment:
         kind = _ByTorch if self._captures.by_torch else _Own

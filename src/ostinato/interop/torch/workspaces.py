@@ -9,9 +9,10 @@ torch's allocator that hold nothing else: freed or not, no other work gets the m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -63,15 +64,55 @@ class Uses:
     others: str
 
 
-def used(index: int, nodes: Sequence[Node]) -> Uses:
+def used(index: int, nodes: Sequence[Node], bystanders: Collection[int]) -> Uses:
     """Reads from the nodes of graphs which workspaces they use.
 
-    Another workspace is memory as large as our own that is in use, and that no tensor has, in
-    torch's common memory or for another stream than those of captures.  None of the legacy default
-    stream can be used, since no capture has work there; but what is left in a kernel's arguments
-    from earlier calls may point at them.  If there is none of our own, the device had no memory
-    for it, and the graphs use another one."""
+    A word that points into a workspace need not be a use.  Kernels have arguments that nobody sets:
+    torch's lists of tensors have room for hundreds (`MultiTensorApply.cuh`), and the rest is what
+    the stack has held, such as the address of the workspace of an earlier product.  No product of a
+    capture can use that of a stream that took no part in it (`bystanders`), unless the graph holds
+    another one, which was captured elsewhere.
+
+    If there is none of our own, the device had no memory for it, and the graphs use another one."""
     words = words_of_nodes(nodes)
+    within = words_of_nodes(each for node in nodes for body in node.children for each in body)
+    own, others = present(index)
+    suspects = [
+        (memory, stream)
+        for memory, stream in others
+        if points_at(within if stream in bystanders else words, memory)
+    ]
+    if suspects:
+        owned = _memory_of_tensors()
+        suspects = [each for each in suspects if not points_at(owned, each[0])]
+    by_name = any(_PRODUCTS.search(node.name) for node in kernels_of(nodes))
+    found = "there is no memory for its own" if by_name and not own else ""
+    for memory, stream in suspects[:1]:
+        node = next(each for each in nodes if points_at(words_of_nodes([each]), memory))
+        found = f"{node.name} points at one of stream {stream:#x}"
+    return Uses(own=by_name or any(points_at(words, memory) for memory in own), others=found)
+
+
+def bystanders(index: int) -> list[Any]:
+    """Returns those of torch's own streams that have a workspace.  torch never destroys them, so
+    the driver may be asked about them at any time."""
+    found = {stream for _, stream in present(index)[1]}
+    return [each for each in _streams_of_torch(index) if each.cuda_stream in found] if found else []
+
+
+@cache
+def _streams_of_torch(index: int) -> list[Any]:
+    """torch's own streams of a device: 32 for each of two priorities, handed out in turns, so that
+    the turn is afterwards where it was."""
+    return [torch.cuda.Stream(index, priority=each) for each in (0, -1) for _ in range(32)]
+
+
+def present(index: int) -> tuple[list[MemoryRange], list[tuple[MemoryRange, int]]]:
+    """Returns our own workspaces, and those of others, each with its stream.
+
+    Another one is memory as large as our own that is in use, in torch's common memory or for
+    another stream than those of captures; a tensor may have it.  None of the legacy default stream
+    counts, since no capture has work there."""
     pools = {pool for (device, _), pool in _pools.items() if device == index}
     streams = {stream for device, stream in _pools if device == index}
     own: list[MemoryRange] = []
@@ -93,26 +134,7 @@ def used(index: int, nodes: Sequence[Node]) -> Uses:
                 sizes.add(size)
             elif apart:
                 others.append((size, memory, stream))
-    suspects = [each for each in others if each[0] in sizes and points_at(words, each[1])]
-    if suspects:
-        owned = _memory_of_tensors()
-        suspects = [each for each in suspects if not points_at(owned, each[1])]
-    by_name = any(_PRODUCTS.search(node.name) for node in kernels_of(nodes))
-    found = "there is no memory for its own" if by_name and pools and not own else ""
-    for _, memory, stream in suspects[:1]:
-        node = next(each for each in nodes if points_at(words_of_nodes([each]), memory))
-        found = f"{node.name} points at one of stream {stream:#x}"
-    return Uses(own=by_name or any(points_at(words, memory) for memory in own), others=found)
-
-
-def own(index: int) -> list[MemoryRange]:
-    """Returns the workspaces of the streams of captures."""
-    pools = {pool for (device, _), pool in _pools.items() if device == index}
-    found = []
-    for segment in torch.cuda.memory_snapshot() if pools else ():
-        if tuple(segment.get("segment_pool_id", (0, 0))) in pools:
-            found.append(MemoryRange(segment["address"], segment["total_size"]))
-    return found
+    return own, [(memory, stream) for size, memory, stream in others if size in sizes]
 
 
 def _memory_of_tensors() -> npt.NDArray[np.uint64]:
