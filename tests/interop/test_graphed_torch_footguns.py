@@ -631,6 +631,8 @@ def settings() -> Iterator[None]:
     backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch._C._set_sm_carveout_experimental(None)
     torch.set_default_dtype(torch.float32)
+    torch.set_autocast_dtype("cuda", torch.float16)
+    torch.set_autocast_enabled("cpu", False)
     for (each, name), value in zip(held, before, strict=True):
         setattr(each, name, value)
 
@@ -648,6 +650,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "sums of attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
     "an order of kernels": lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
     "the default type": lambda: torch.set_default_dtype(torch.float64),
+    "the type of autocast": lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
+    "the CPU's autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "the fast way of encoders": set_to(torch.backends.mha, "_is_fastpath_enabled", False),
     "processors that products leave free": lambda: torch._C._set_sm_carveout_experimental(8),
 }
