@@ -11,8 +11,10 @@ import dataclasses
 import enum
 import functools
 import gc
+import io
 import itertools
 import pickle
+import queue
 import socket
 import types
 import weakref
@@ -1264,22 +1266,30 @@ def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
     assert step.statistics().replays == 6, step.explain()
 
 
-def iterators() -> dict[str, Iterator[int]]:
+def iterators() -> dict[str, Any]:
+    numbers, waiting = [*range(1, 99)], queue.SimpleQueue[int]()
+    for number in numbers:
+        waiting.put(number)
     return {
         "a count": itertools.count(1),
-        "a generator": (n for n in range(1, 99)),
-        "of a list": iter([*range(1, 99)]),
-        "of pairs": map(sum, enumerate(range(1, 99))),
+        "a generator": (n for n in numbers),
+        "of a list": iter(numbers),
+        "of pairs": map(max, enumerate(numbers)),
+        "of an array": np.array(numbers).flat,
+        "of a deque": iter(collections.deque(numbers)),
+        "of batches": iter(torch.utils.data.DataLoader(numbers, batch_size=None)),
+        "a text": io.StringIO("\n".join(map(str, numbers))),
+        "a queue": waiting,
     }
 
 
 @pytest.mark.parametrize("which", iterators())
 def test_iterators_that_a_function_goes_on_with(make: Any, which: str) -> None:
-    mine, theirs = iterators()[which], iterators()[which]
-    step = make(lambda x: x * next(mine))
-    for _ in range(5):
-        equal(step(torch.ones(3)), torch.ones(3) * next(theirs))
-    assert "mine is an iterator (" in step.explain()
+    mine = types.SimpleNamespace(held=iterators()[which])
+    step = make(lambda x: x * int(mine.held.get() if which == "a queue" else next(mine.held)))
+    for number in range(1, 6):
+        equal(step(torch.ones(3)), torch.full((3,), float(number)))
+    assert "mine.held is an iterator (" in step.explain()
 
 
 def test_an_iterator_that_a_function_makes(make: Any) -> None:

@@ -24,9 +24,11 @@ import contextlib
 import ctypes
 import enum
 import functools
+import io
 import itertools
 import operator
 import os
+import queue
 import random
 import threading
 import types
@@ -491,7 +493,8 @@ class Guards:
                 if data_of(type(value), self._named):
                     self._visit_space(walker, path, type(value), depth, met)
             return
-        if hasattr(type(value), "__next__") and type(value).__module__ in _ITERATED:
+        iterated = hasattr(type(value), "__next__") and not isinstance(value, _FILES)
+        if (iterated and not of_own_class(value)) or type(value) is queue.SimpleQueue:
             raise _Moving(in_words(path), value, "an iterator")
         if isinstance(value, _RANDOM):
             raise _Moving(in_words(path), value, "a random generator")
@@ -749,8 +752,9 @@ _NOT_CALLED = frozenset(
 """Special methods that a function rarely calls, and that name all attributes of an object."""
 _MAKING = frozenset(["__new__", "__init__", "__post_init__"])
 _SPACES = (types.ModuleType, type)
-_ITERATED = ("builtins", "itertools")
-"""Modules of iterators whose position cannot be read: a replay does not advance them."""
+_FILES = io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper
+"""Iterators to which a function may print.  The position of all others that are not the user's
+cannot be read, and a replay does not advance them."""
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _NUMPY = (np.ndarray, np.void)
