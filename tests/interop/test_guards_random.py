@@ -21,8 +21,8 @@ from tests.interop.library import Lib
 Make = Callable[..., Graphed]
 
 HEAD = """
-import array, collections, contextvars, ctypes, dataclasses, enum, functools, operator, os, string
-import sys, threading, types, weakref
+import array, collections, concurrent.futures, configparser, contextvars, ctypes, dataclasses, enum
+import functools, operator, os, queue, string, sys, threading, types, weakref
 from os import getenv
 import numpy as np
 from tests.interop.library import Stateful
@@ -141,6 +141,39 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "{n} = weakref.WeakValueDictionary(); {n}['k'] = strong{n}",
         "{n}['k'].k",
         "strong{n}.k = {v}",
+    ),
+    "an event": (
+        "{n} = threading.Event()",
+        "(1.0 + {n}.is_set())",
+        "({n}.clear if {v} == 1.0 else {n}.set)()",
+    ),
+    "a semaphore": ("{n} = threading.Semaphore(1)", "float({n}._value)", "{n}._value = int({v})"),
+    "a queue": (
+        "{n} = queue.Queue(); {n}.put(0)",
+        "float({n}.qsize())",
+        "{n}.queue.clear(); {n}.queue.extend([0] * int({v}))",
+    ),
+    "a future": (
+        "{n} = concurrent.futures.Future(); {n}.set_result(1.0)",
+        "{n}.result()",
+        "{n}._result = {v}",
+    ),
+    "a configuration": (
+        "{n} = configparser.ConfigParser(); {n}['a'] = {{'k': '1.0'}}",
+        "{n}.getfloat('a', 'k')",
+        "{n}.set('a', 'k', '{v}')",
+    ),
+    "a section of a configuration": (
+        "under{n} = configparser.ConfigParser(); under{n}['a'] = {{'k': '1.0'}}\n"
+        "{n} = under{n}['a']",
+        "float({n}['k'])",
+        "{n}['k'] = '{v}'",
+    ),
+    "a user's text": ("{n} = collections.UserString('1.0')", "float({n})", "{n}.data = '{v}'"),
+    "a template": (
+        "{n} = string.Template('1.0')",
+        "float({n}.substitute())",
+        "{n}.template = '{v}'",
     ),
     "a thread's own": ("{n} = threading.local(); {n}.k = 1.0", "{n}.k", "{n}.k = {v}"),
     "a partial": (

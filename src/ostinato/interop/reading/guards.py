@@ -33,7 +33,6 @@ import random
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from ostinato.interop.reading.objects import (
+    KEEPING,
+    KEPT,
     MOST_ITEMS,
     Missing,
     Watch,
@@ -585,9 +586,8 @@ class Guards:
                 for name, child in found.items()
                 if name in named or library.is_array(child) or is_plain(child, library.plain)
             }
-        for name in ("data", "maps"):  # attributes of UserDict, UserList, ChainMap
-            if name in found and not _WRAPPERS.isdisjoint(kind.__mro__):
-                inside[name] = found[name]
+        if not KEEPING.isdisjoint(kind.__mro__):
+            inside |= {name: found[name] for name in KEPT if name in found}
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
 
     def _visit_methods(
@@ -760,12 +760,6 @@ _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Arra
 _NUMPY = (np.ndarray, np.void)
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
-_WRAPPERS = frozenset(
-    [
-        *(UserDict, UserList, ChainMap, weakref.WeakSet),
-        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
-    ]
-)
 
 
 def _bound(value: Any) -> list[Any] | None:
