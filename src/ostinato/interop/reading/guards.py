@@ -535,6 +535,8 @@ class Guards:
         own = own and depth < _DEEPEST and id(value) not in met
         if own and isinstance(value, type):  # the class may be called
             self._visit_methods(walker, value, met, hardly=True)
+            if own_bases(type(value)):
+                self._visit_methods(walker, type(value), met, hardly=False)
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
             met.add(id(value))

@@ -105,13 +105,14 @@ KEEPING = frozenset(
         *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
         *(threading.Event, threading.Semaphore, queue.Queue, concurrent.futures.Future),
         *(configparser.RawConfigParser, configparser.SectionProxy, string.Template),
+        functools.singledispatchmethod,
     ]
 )
 """Classes of the standard library whose objects keep what their methods return under these names.
 """
 KEPT = (
     *("data", "maps", "_flag", "_value", "queue", "_state", "_result"),
-    *("_sections", "_defaults", "_parser", "template"),
+    *("_sections", "_defaults", "_parser", "template", "dispatcher"),
 )
 _OPEN = KEEPING | {types.SimpleNamespace, argparse.Namespace, threading.local}
 

@@ -83,7 +83,9 @@ def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
     classes, which may be replaced."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         names = names_in_method(kind, "forward")
-        found = [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]
+        methods = methods_of(kind, names | {"forward"})
+        found = sorted(data_of(kind, names))
+        found += [name for name, each in methods.items() if not isinstance(each, Itself)]
         if issubclass(kind, torch.fx.GraphModule):  # `recompile` replaces it
             found.append("forward")
         for name in found:
