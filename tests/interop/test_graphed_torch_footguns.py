@@ -1256,6 +1256,18 @@ def test_adapters_that_are_switched(make: Any, change: str) -> None:
     assert step.statistics().replays == 6, step.explain()
 
 
+def test_a_forward_of_torch_that_is_replaced(make: Any, monkeypatch: Any) -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    x, before = torch.ones(3), torch.nn.Linear.forward
+    for step in (make(inner), make(lambda x: inner(x))):
+        check(step, inner, x)
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: before(self, x) * 2)
+        check(step, inner, x)
+        monkeypatch.undo()
+        check(step, inner, x)
+        assert step.statistics().replays == 10 and step._hot, step.explain()
+
+
 def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
     def f(x: Any) -> Any:
         return x * step.scale
