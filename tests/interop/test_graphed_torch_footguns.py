@@ -11,8 +11,10 @@ import dataclasses
 import enum
 import functools
 import gc
+import io
 import itertools
 import pickle
+import queue
 import socket
 import types
 import weakref
@@ -631,6 +633,8 @@ def settings() -> Iterator[None]:
     backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
     torch._C._set_sm_carveout_experimental(None)
     torch.set_default_dtype(torch.float32)
+    torch.set_autocast_dtype("cuda", torch.float16)
+    torch.set_autocast_enabled("cpu", False)
     for (each, name), value in zip(held, before, strict=True):
         setattr(each, name, value)
 
@@ -648,6 +652,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "sums of attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
     "an order of kernels": lambda: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
     "the default type": lambda: torch.set_default_dtype(torch.float64),
+    "the type of autocast": lambda: torch.set_autocast_dtype("cuda", torch.bfloat16),
+    "the CPU's autocast": lambda: torch.set_autocast_enabled("cpu", True),
     "the fast way of encoders": set_to(torch.backends.mha, "_is_fastpath_enabled", False),
     "processors that products leave free": lambda: torch._C._set_sm_carveout_experimental(8),
 }
@@ -1250,6 +1256,18 @@ def test_adapters_that_are_switched(make: Any, change: str) -> None:
     assert step.statistics().replays == 6, step.explain()
 
 
+def test_a_forward_of_torch_that_is_replaced(make: Any, monkeypatch: Any) -> None:
+    inner = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+    x, before = torch.ones(3), torch.nn.Linear.forward
+    for step in (make(inner), make(lambda x: inner(x))):
+        check(step, inner, x)
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: before(self, x) * 2)
+        check(step, inner, x)
+        monkeypatch.undo()
+        check(step, inner, x)
+        assert step.statistics().replays == 10 and step._hot, step.explain()
+
+
 def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
     def f(x: Any) -> Any:
         return x * step.scale
@@ -1260,22 +1278,30 @@ def test_attributes_of_the_graphed_function_itself(make: Any) -> None:
     assert step.statistics().replays == 6, step.explain()
 
 
-def iterators() -> dict[str, Iterator[int]]:
+def iterators() -> dict[str, Any]:
+    numbers, waiting = [*range(1, 99)], queue.SimpleQueue[int]()
+    for number in numbers:
+        waiting.put(number)
     return {
         "a count": itertools.count(1),
-        "a generator": (n for n in range(1, 99)),
-        "of a list": iter([*range(1, 99)]),
-        "of pairs": map(sum, enumerate(range(1, 99))),
+        "a generator": (n for n in numbers),
+        "of a list": iter(numbers),
+        "of pairs": map(max, enumerate(numbers)),
+        "of an array": np.array(numbers).flat,
+        "of a deque": iter(collections.deque(numbers)),
+        "of batches": iter(torch.utils.data.DataLoader(numbers, batch_size=None)),
+        "a text": io.StringIO("\n".join(map(str, numbers))),
+        "a queue": waiting,
     }
 
 
 @pytest.mark.parametrize("which", iterators())
 def test_iterators_that_a_function_goes_on_with(make: Any, which: str) -> None:
-    mine, theirs = iterators()[which], iterators()[which]
-    step = make(lambda x: x * next(mine))
-    for _ in range(5):
-        equal(step(torch.ones(3)), torch.ones(3) * next(theirs))
-    assert "mine is an iterator (" in step.explain()
+    mine = types.SimpleNamespace(held=iterators()[which])
+    step = make(lambda x: x * int(mine.held.get() if which == "a queue" else next(mine.held)))
+    for number in range(1, 6):
+        equal(step(torch.ones(3)), torch.full((3,), float(number)))
+    assert "mine.held is an iterator (" in step.explain()
 
 
 def test_an_iterator_that_a_function_makes(make: Any) -> None:

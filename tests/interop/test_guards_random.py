@@ -21,8 +21,8 @@ from tests.interop.library import Lib
 Make = Callable[..., Graphed]
 
 HEAD = """
-import array, collections, contextvars, ctypes, dataclasses, enum, functools, operator, os, string
-import sys, threading, types, weakref
+import array, collections, concurrent.futures, configparser, contextvars, ctypes, dataclasses, enum
+import functools, operator, os, queue, string, sys, threading, types, weakref
 from os import getenv
 import numpy as np
 from tests.interop.library import Stateful
@@ -141,6 +141,39 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "{n} = weakref.WeakValueDictionary(); {n}['k'] = strong{n}",
         "{n}['k'].k",
         "strong{n}.k = {v}",
+    ),
+    "an event": (
+        "{n} = threading.Event()",
+        "(1.0 + {n}.is_set())",
+        "({n}.clear if {v} == 1.0 else {n}.set)()",
+    ),
+    "a semaphore": ("{n} = threading.Semaphore(1)", "float({n}._value)", "{n}._value = int({v})"),
+    "a queue": (
+        "{n} = queue.Queue(); {n}.put(0)",
+        "float({n}.qsize())",
+        "{n}.queue.clear(); {n}.queue.extend([0] * int({v}))",
+    ),
+    "a future": (
+        "{n} = concurrent.futures.Future(); {n}.set_result(1.0)",
+        "{n}.result()",
+        "{n}._result = {v}",
+    ),
+    "a configuration": (
+        "{n} = configparser.ConfigParser(); {n}['a'] = {{'k': '1.0'}}",
+        "{n}.getfloat('a', 'k')",
+        "{n}.set('a', 'k', '{v}')",
+    ),
+    "a section of a configuration": (
+        "under{n} = configparser.ConfigParser(); under{n}['a'] = {{'k': '1.0'}}\n"
+        "{n} = under{n}['a']",
+        "float({n}['k'])",
+        "{n}['k'] = '{v}'",
+    ),
+    "a user's text": ("{n} = collections.UserString('1.0')", "float({n})", "{n}.data = '{v}'"),
+    "a template": (
+        "{n} = string.Template('1.0')",
+        "float({n}.substitute())",
+        "{n}.template = '{v}'",
     ),
     "a thread's own": ("{n} = threading.local(); {n}.k = 1.0", "{n}.k", "{n}.k = {v}"),
     "a partial": (
@@ -382,6 +415,37 @@ HOLDERS: dict[str, tuple[str, str, str]] = {
         "class Of{n}(Base{n}):\n    def go(self): return super().go()\n{n} = Of{n}()",
         "{n}.go()",
         "Base{n}.go = lambda self: {v}",
+    ),
+    "a class method that is replaced": (
+        "class Of{n}:\n    @classmethod\n    def k(cls): return 1.0\n{n} = Of{n}()",
+        "{n}.k()",
+        "Of{n}.k = classmethod(lambda cls: {v})",
+    ),
+    "a partial method that is replaced": (
+        "class Of{n}:\n    def go(self, k): return k\n    k = functools.partialmethod(go, 1.0)\n"
+        "{n} = Of{n}()",
+        "{n}.k()",
+        "Of{n}.k = functools.partialmethod(Of{n}.go, {v})",
+    ),
+    "a descriptor that is replaced": (
+        "class Of{n}: k = functools.cached_property(lambda self: 1.0)",
+        "Of{n}().k",
+        "Of{n}.k = functools.cached_property(lambda self: {v}); Of{n}.k.__set_name__(Of{n}, 'k')",
+    ),
+    "an attribute of a metaclass": (
+        "class Meta{n}(type): k = 1.0\nclass {n}(metaclass=Meta{n}): pass",
+        "{n}.k",
+        "Meta{n}.k = {v}",
+    ),
+    "what a module gives for any name": (
+        "k{n} = 1.0; {n} = types.ModuleType('{n}'); {n}.__getattr__ = lambda name: k{n}",
+        "{n}.anything",
+        "k{n} = {v}",
+    ),
+    "a function that is registered": (
+        "@functools.singledispatch\ndef {n}(k): return 1.0",
+        "{n}(1)",
+        "{n}.register(int, lambda k: {v})",
     ),
     "an attribute of an object's class": (
         "class Of{n}:\n    k = 1.0\n    def go(self): return self.k\n{n} = Of{n}()",
@@ -635,6 +699,26 @@ CALLED: dict[str, tuple[str, str]] = {
     "a property": (
         "class Of{n}:\n    @property\n    def go(self): return {e}\n{n} = Of{n}()",
         "{n}.go",
+    ),
+    "a property of a metaclass": (
+        "class Meta{n}(type):\n    @property\n    def go(cls): return {e}\n"
+        "class {n}(metaclass=Meta{n}): pass",
+        "{n}.go",
+    ),
+    "a partial method": (
+        "class Of{n}:\n    def inner(self, k): return {e}\n"
+        "    go = functools.partialmethod(inner, 1)\n{n} = Of{n}()",
+        "{n}.go()",
+    ),
+    "a function for a type": (
+        "@functools.singledispatch\ndef {n}(k): pass\n@{n}.register\n"
+        "def int{n}(k: int): return {e}",
+        "{n}(1)",
+    ),
+    "a method for a type": (
+        "class Of{n}:\n    @functools.singledispatchmethod\n    def go(self, k): pass\n"
+        "    @go.register\n    def _(self, k: int): return {e}\n{n} = Of{n}()",
+        "{n}.go(1)",
     ),
     "a new object": (
         "class {n}:\n    def __init__(self): self.k = {e}\n    def go(self): return self.k",

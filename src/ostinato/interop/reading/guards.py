@@ -24,14 +24,15 @@ import contextlib
 import ctypes
 import enum
 import functools
+import io
 import itertools
 import operator
 import os
+import queue
 import random
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from ostinato.interop.reading.objects import (
+    KEEPING,
+    KEPT,
     MOST_ITEMS,
     Missing,
     Watch,
@@ -491,7 +494,8 @@ class Guards:
                 if data_of(type(value), self._named):
                     self._visit_space(walker, path, type(value), depth, met)
             return
-        if hasattr(type(value), "__next__") and type(value).__module__ in _ITERATED:
+        iterated = hasattr(type(value), "__next__") and not isinstance(value, _FILES)
+        if (iterated and not of_own_class(value)) or type(value) is queue.SimpleQueue:
             raise _Moving(in_words(path), value, "an iterator")
         if isinstance(value, _RANDOM):
             raise _Moving(in_words(path), value, "a random generator")
@@ -531,6 +535,8 @@ class Guards:
         own = own and depth < _DEEPEST and id(value) not in met
         if own and isinstance(value, type):  # the class may be called
             self._visit_methods(walker, value, met, hardly=True)
+            if own_bases(type(value)):
+                self._visit_methods(walker, type(value), met, hardly=False)
         inside = data_in(value, self._named) if own else None
         if inside or isinstance(value, types.ModuleType):
             met.add(id(value))
@@ -582,9 +588,8 @@ class Guards:
                 for name, child in found.items()
                 if name in named or library.is_array(child) or is_plain(child, library.plain)
             }
-        for name in ("data", "maps"):  # attributes of UserDict, UserList, ChainMap
-            if name in found and not _WRAPPERS.isdisjoint(kind.__mro__):
-                inside[name] = found[name]
+        if not KEEPING.isdisjoint(kind.__mro__):
+            inside |= {name: found[name] for name in KEPT if name in found}
         return inside | {name: shared[name] for name in sorted(shared)} if shared else inside
 
     def _visit_methods(
@@ -749,19 +754,14 @@ _NOT_CALLED = frozenset(
 """Special methods that a function rarely calls, and that name all attributes of an object."""
 _MAKING = frozenset(["__new__", "__init__", "__post_init__"])
 _SPACES = (types.ModuleType, type)
-_ITERATED = ("builtins", "itertools")
-"""Modules of iterators whose position cannot be read: a replay does not advance them."""
+_FILES = io.FileIO, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.TextIOWrapper
+"""Iterators to which a function may print.  The position of all others that are not the user's
+cannot be read, and a replay does not advance them."""
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _C_DATA: Any = (ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
 _NUMPY = (np.ndarray, np.void)
 _VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
 _BUILT_IN = (types.BuiltinMethodType, types.MethodWrapperType)
-_WRAPPERS = frozenset(
-    [
-        *(UserDict, UserList, ChainMap, weakref.WeakSet),
-        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
-    ]
-)
 
 
 def _bound(value: Any) -> list[Any] | None:

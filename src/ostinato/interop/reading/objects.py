@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import configparser
 import functools
 import itertools
 import operator
+import queue
+import string
 import sys
 import threading
 import types
 import weakref
 from abc import ABC, abstractmethod
-from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, UserString, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -95,17 +99,29 @@ def of_standard_library(kind: type) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names
 
 
-_OPEN = (
-    *(types.SimpleNamespace, argparse.Namespace, threading.local),
-    *(UserDict, UserList, ChainMap, weakref.WeakSet),
-    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+KEEPING = frozenset(
+    [
+        *(UserDict, UserList, UserString, ChainMap, weakref.WeakSet),
+        *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary),
+        *(threading.Event, threading.Semaphore, queue.Queue, concurrent.futures.Future),
+        *(configparser.RawConfigParser, configparser.SectionProxy, string.Template),
+        functools.singledispatchmethod,
+    ]
 )
+"""Classes of the standard library whose objects keep what their methods return under these names.
+"""
+KEPT = (
+    *("data", "maps", "_flag", "_value", "queue", "_state", "_result"),
+    *("_sections", "_defaults", "_parser", "template", "dispatcher"),
+)
+_OPEN = KEEPING | {types.SimpleNamespace, argparse.Namespace, threading.local}
 
 
 def attributes_of(value: object) -> dict[str, Any] | None:
-    """Returns the attributes of an object; None for the standard library's: locks, threads."""
+    """Returns the attributes of an object; None for most of the standard library's: locks,
+    threads."""
     kind: Any = type(value)
-    if kind not in _OPEN and of_standard_library(kind):
+    if of_standard_library(kind) and _OPEN.isdisjoint(kind.__mro__):
         return None
     held = getattr(value, "__dict__", None)
     slots = _slots_of(kind)

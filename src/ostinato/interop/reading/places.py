@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.interop.reading.objects import Missing, of_standard_library
-from ostinato.interop.reading.trees import ATOMS
+from ostinato.interop.reading.trees import ATOMS, Itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,10 @@ def _lines(code: types.CodeType, name: str) -> list[int]:
 
 
 def data_of(kind: type, names: Collection[str]) -> dict[str, Any]:
-    """Returns the attributes with these names of a class of the user's that are data."""
+    """Returns the attributes with these names of a class of the user's that are data, also those of
+    its metaclass."""
     found: dict[str, Any] = {}
-    for base in own_bases(kind):
+    for base in own_bases(kind) + own_bases(type(kind)):
         held = vars(base)
         for name in held.keys() & names:
             value = held[name]
@@ -167,7 +168,8 @@ def descriptors_of(kind: type, names: Collection[str]) -> list[Any]:
     return [
         each
         for each, getter in zip(found, getters, strict=True)
-        if isinstance(getter, types.FunctionType) and is_own(getter)
+        if isinstance(each, functools.singledispatchmethod)
+        or (isinstance(getter, types.FunctionType) and is_own(getter))
     ]
 
 
@@ -177,7 +179,12 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
     if isinstance(space, type):
         return dict(sorted(data_of(space, names).items()))
     held = vars(space)
-    return {name: held[name] for name in sorted(held.keys() & names)}
+    return {name: held[name] for name in sorted(held.keys() & (names | _UNNAMED))}
+
+
+_UNNAMED = frozenset(["__getattr__", "registry"])
+"""What is read of modules and functions though no code names it: the function that gives the names
+that a module lacks, and those that `functools.singledispatch` chooses from."""
 
 
 _BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"])
@@ -278,13 +285,22 @@ def _method(kind: type, name: str) -> tuple[frozenset[str], tuple[types.Function
 
 def methods_of(kind: type, names: Collection[str]) -> dict[str, Any]:
     """Returns the methods and properties with these names of a class of the user's, as read from
-    the class; not class methods, which are new objects at each read."""
+    the class; of other descriptors (class methods), which may be new objects at each read, what
+    the class holds, as `Itself`."""
     found: dict[str, Any] = {}
     for base in own_bases(kind):
-        for name in vars(base).keys() & names:
-            if isinstance(vars(base)[name], types.FunctionType | staticmethod | property):
+        for name in (vars(base).keys() & names) - found.keys():
+            held = vars(base)[name]
+            if isinstance(held, types.FunctionType | staticmethod | property):
                 found[name] = getattr(kind, name, Missing)
+            elif hasattr(held, "__get__"):
+                found[name] = Itself(held)
     return {name: found[name] for name in sorted(found)}
+
+
+def held_by(name: str, kind: type) -> Any:
+    """Returns what a class, or the first of its bases that has the name, holds under it."""
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), Missing)
 
 
 def forget_methods() -> None:

@@ -27,9 +27,9 @@ from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import Library
 from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.reading.places import ReadPlace, of_package
+from ostinato.interop.reading.places import ReadPlace, held_by, of_package
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
-from ostinato.interop.reading.trees import children_of, is_plain, plain_token
+from ostinato.interop.reading.trees import Itself, children_of, is_plain, plain_token
 from ostinato.lowlevel import NotLaunched, load_extension
 
 _extension, _ = load_extension("ostinato.interop.reading._recheck")
@@ -294,7 +294,10 @@ class _Noting(Reading):
 
     def methods(self, path: Trail, kind: type, found: dict[str, Any]) -> None:
         super().methods(path, kind, found)
-        self._checks.attributes(kind, found)
+        held = [name for name, each in found.items() if isinstance(each, Itself)]
+        self._checks.attributes(kind, {name: found[name] for name in found.keys() - {*held}})
+        for name in held:
+            self._checks.reads(kind, functools.partial(held_by, name))
 
     def variable(self, path: Trail, value: Any, content: Any) -> None:
         super().variable(path, value, content)

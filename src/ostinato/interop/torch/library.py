@@ -89,6 +89,7 @@ _libraries = _getters("blas_preferred_backend", "linalg_preferred_backend")
 """Such settings whose values take long to make and to compare: as long as all the others."""
 _sets: dict[str, int] = {}
 """The number of times that these were set, by the name of the setter."""
+_autocast_type = partial(torch.get_autocast_dtype, "cuda")
 _orders = _getters("sdp_priority_order")
 """Further settings that are lists: which kernel of attention is tried first."""
 _deterministic = _getters(
@@ -481,7 +482,9 @@ class Torch:
             learns and torch.is_anomaly_enabled(),
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.is_autocast_enabled("cuda"),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            _autocast_type(),  # also while it is off: a function may switch it on
             torch.get_default_dtype(),
             # Each without a Python frame: every call that goes by its key reads them.
             *map(operator.call, _settings),
@@ -523,6 +526,7 @@ class Torch:
             *((torch.is_anomaly_enabled, _hooked) if self._learns() else ()),
             torch.is_inference_mode_enabled,
             torch._C._is_any_autocast_enabled,
+            _autocast_type,
             torch.get_default_dtype,
             *_settings,
             *_orders,

@@ -20,6 +20,7 @@ from ostinato.interop.reading.places import (
     acts,
     data_of,
     forget_methods,
+    is_own,
     methods_of,
     names_in_method,
     own_bases,
@@ -78,13 +79,20 @@ def _is_plain(value: Any) -> bool:
     return is_plain(value, PLAIN) and not acts(value)
 
 
+def _is_fixed(value: Any) -> bool:
+    """The same of an attribute of a class: a method of a package is compared as well."""
+    return _is_plain(value) or (isinstance(value, types.FunctionType) and not is_own(value))
+
+
 def _shared(kinds: Iterable[type]) -> Iterator[_Attribute]:
     """Yields what `forward` reads of the classes of modules: data, and methods of the user's
     classes, which may be replaced."""
     for kind in sorted(kinds, key=lambda kind: (kind.__module__, kind.__qualname__)):
         names = names_in_method(kind, "forward")
-        found = [*sorted(data_of(kind, names)), *methods_of(kind, names | {"forward"})]
-        if issubclass(kind, torch.fx.GraphModule):  # `recompile` replaces it
+        methods = methods_of(kind, names | {"forward"})
+        found = sorted(data_of(kind, names))
+        found += [name for name, each in methods.items() if not isinstance(each, Itself)]
+        if "forward" not in found:  # a package's may be replaced as well
             found.append("forward")
         for name in found:
             yield _Attribute(f"{kind.__qualname__}.{name}", {}, name, kind)
@@ -317,8 +325,8 @@ class ModuleWatch(Watch):
             self._names.append(names)
             self._gets.append((operator.itemgetter(*names, *_TABLES), held))
         self._shared = [*_shared({type(module) for module in modules})]
-        self._others += [each for each in self._shared if not _is_plain(_value(each))]
-        self._shared = [each for each in self._shared if _is_plain(_value(each))]
+        self._others += [each for each in self._shared if not _is_fixed(_value(each))]
+        self._shared = [each for each in self._shared if _is_fixed(_value(each))]
         self._of_kinds = [(e, _value(e)) for e in (*self._shared, *self._others) if e.kind]
         self._kind = type(modules[0])
         self._plain, self._found, self._hooked = self._state()
