@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -174,17 +174,6 @@ def plain_numbers(values: Any) -> list[float]:
     return [leaf for leaf in _leaves(values) if type(leaf) in (int, float)]
 
 
-class NumberPlace(Protocol):
-    """A place in the work of a capture where numbers are."""
-
-    def find(
-        self, executable: GraphExec, kernels: Sequence[Node]
-    ) -> Callable[[Sequence[float]], object] | None:
-        """Returns a function of the numbers that sets them in an executable with these kernels;
-        None if the place is not in this one."""
-        ...
-
-
 class CapturedStep:
     """The step of an optimiser inside of a graph.  Raises ValueError if it cannot be in one.
 
@@ -230,7 +219,7 @@ class CapturedStep:
         self._now = [count + 1 for count in kinds]
         self._one = torch.tensor(1.0)
         self._at = 0
-        self._places: list[tuple[NumberPlace, list[int]]] = []
+        self._places: list[tuple[KernelNumbers, list[int]]] = []
         self._setters: list[tuple[Callable[[Sequence[float]], object], list[int]]] = []
         self._last: list[list[float] | None] = []
         self._learn(optimizer, method)
@@ -364,7 +353,7 @@ class CapturedStep:
         if self._at != len(self._expected):
             raise ValueError("its operations are not those of a dry run")
 
-    def note(self, place: NumberPlace, which: list[int]) -> None:
+    def note(self, place: KernelNumbers, which: list[int]) -> None:
         """Notes the place of some numbers in the capture."""
         self._places.append((place, which))
 
@@ -516,7 +505,8 @@ class KernelNumbers:
     def find(
         self, executable: GraphExec, kernels: Sequence[Node]
     ) -> Callable[[Sequence[float]], object] | None:
-        """Implements `NumberPlace.find`."""
+        """Returns a function of the numbers that sets them in an executable with these kernels;
+        None if the place is not in this one."""
         setters = []
         for params, index, at, which in self._found:
             same = [node for node in kernels if _alike(node, params)]
