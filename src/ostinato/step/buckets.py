@@ -45,15 +45,8 @@ class Buckets(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Powers:
-    """The fields of `PowersOfTwo`."""
-
-    limit: int
-    minimum: int
-
-
-class PowersOfTwo(_Powers):
+@dataclass(frozen=True, slots=True, init=False)
+class PowersOfTwo:
     """Powers of two from `minimum` up to `limit`; the last bucket is `limit` itself.
 
     Sizes up to `minimum` share the first bucket.  Where the next power of two is over the limit,
@@ -62,7 +55,8 @@ class PowersOfTwo(_Powers):
     Raises InputError unless 1 <= minimum <= limit <= 2**32 - 1 and minimum is a power of two.
     """
 
-    __slots__ = ()
+    limit: int
+    minimum: int
 
     def __init__(self, limit: SupportsIndex = LARGEST, minimum: SupportsIndex = 1) -> None:
         limit, minimum = _whole(limit, "limit"), _whole(minimum, "minimum")
@@ -72,7 +66,7 @@ class PowersOfTwo(_Powers):
             )
         if minimum & (minimum - 1):
             raise InputError(f"minimum={minimum} is not a power of two")
-        super().__init__(limit, minimum)
+        _set(self, limit=limit, minimum=minimum)
 
     def bucket(self, size: SupportsIndex, /) -> int:
         """Returns the next power of two, at least `minimum` and at most `limit`."""
@@ -87,22 +81,16 @@ class PowersOfTwo(_Powers):
         yield self.limit
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The fields of `ExplicitBuckets`."""
-
-    sizes: tuple[int, ...]
-    """The buckets in ascending order."""
-
-
-class ExplicitBuckets(_Sizes):
+@dataclass(frozen=True, slots=True, init=False)
+class ExplicitBuckets:
     """The buckets that are listed, in any order; the largest is the limit.
 
     Sizes up to the smallest share it.  Raises InputError for an empty list, a bucket listed twice,
     or one outside 1 to 2**32 - 1.
     """
 
-    __slots__ = ()
+    sizes: tuple[int, ...]
+    """The buckets in ascending order."""
 
     def __init__(self, sizes: Iterable[SupportsIndex]) -> None:
         listed = sorted(_whole(size, "a bucket") for size in sizes)
@@ -114,7 +102,7 @@ class ExplicitBuckets(_Sizes):
         twice = [a for a, b in itertools.pairwise(listed) if a == b]
         if twice:
             raise InputError(f"bucket {twice[0]} is listed twice")
-        super().__init__(tuple(listed))
+        _set(self, sizes=tuple(listed))
 
     @property
     def limit(self) -> int:
@@ -128,28 +116,22 @@ class ExplicitBuckets(_Sizes):
         return iter(self.sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Multiples:
-    """The fields of `Multiples`."""
-
-    of: int
-    limit: int
-
-
-class Multiples(_Multiples):
+@dataclass(frozen=True, slots=True, init=False)
+class Multiples:
     """Multiples of `of` up to `limit`; the last bucket is `limit` itself.
 
     At most of - 1 of a padded size is padding, for limit / of buckets: keep the limit small.
     Raises InputError unless 1 <= of <= limit <= 2**32 - 1.
     """
 
-    __slots__ = ()
+    of: int
+    limit: int
 
     def __init__(self, of: SupportsIndex, limit: SupportsIndex = LARGEST) -> None:
         of, limit = _whole(of, "of"), _whole(limit, "limit")
         if not 1 <= of <= limit <= LARGEST:
             raise InputError(f"of={of}, limit={limit}: 1 <= of <= limit <= {LARGEST} is needed")
-        super().__init__(of, limit)
+        _set(self, of=of, limit=limit)
 
     def bucket(self, size: SupportsIndex, /) -> int:
         """Returns the next multiple, at least `of` and at most `limit`."""
@@ -167,6 +149,12 @@ def capacity_class(size: SupportsIndex) -> int:
     Saturates at 2**32 - 1.  Raises InputError for a size outside 0 to 2**32 - 1.
     """
     return min(_next_power(_checked(size, LARGEST)), LARGEST)
+
+
+def _set(scheme: object, **values: object) -> None:
+    """Sets the fields of a scheme, which is frozen."""
+    for name, value in values.items():
+        object.__setattr__(scheme, name, value)
 
 
 def _next_power(count: int) -> int:
