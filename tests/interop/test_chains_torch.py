@@ -159,22 +159,6 @@ def test_what_a_value_guards_does_not_run_for_another_one(make: Make, where: str
         assert step.statistics().replays > 20, step.explain()
 
 
-def test_a_static_result_is_an_argument_of_a_call_with_another_value(
-    make: Make, where: str
-) -> None:
-    def function(x: Any) -> Any:
-        y = x * 2
-        return y / 1024 if bool(y.sum() > 100) else y
-
-    step = make(function, results="static")
-    x = expected = torch.tensor([1.0, 2.0], device=where)
-    with torch.no_grad():
-        for _ in range(60):
-            x, expected = step(x), function(expected)
-            assert same(x, expected)
-    assert step.statistics().replays > 30, step.explain()
-
-
 class _Scored(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return x * 2, x.sum().item()

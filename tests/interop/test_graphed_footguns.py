@@ -114,24 +114,6 @@ def test_an_iterator_of_a_class_that_is_named_alone(lib: Lib, make: Make) -> Non
     assert np.diff(answers).tolist() == [1.0] * 3 and "an iterator" in step.explain()
 
 
-def test_weights_in_containers_of_an_object_are_watched(lib: Lib, make: Make) -> None:
-    """One that was replaced would be read after it is free."""
-
-    class Model:
-        def __init__(self) -> None:
-            self.layers = {"first": [ones(lib)]}
-
-        def forward(self, x: Array) -> tuple[Array, Array]:
-            return x.line(2.0), self.layers["first"][0].line(1.0)
-
-    model = Model()
-    step = make(model.forward)
-    for value in (1.0, 1.0, 1.0, 5.0, 5.0, 6.0):
-        model.layers["first"][0] = lib.array(np.full(4, value))
-        np.testing.assert_array_equal(step(ones(lib))[1].numpy(), [value] * 4)
-    assert step.statistics().captures == 1 and step.statistics().rebound >= 2
-
-
 def test_objects_that_are_gone_are_not_kept(lib: Lib, make: Make) -> None:
     class Part:
         pass

@@ -831,32 +831,6 @@ def test_changes_of_static_objects(make: Any, change: str, plainly: bool) -> Non
     assert not step.statistics().quarantined
 
 
-class Halves:
-    """One of two attributes is None."""
-
-    def __init__(self, value: Any) -> None:
-        self.scale, self.shift = value, None
-
-    def swap(self) -> None:
-        self.scale, self.shift = self.shift, self.scale
-
-    def use(self, x: Any) -> Any:
-        scale, shift = getattr(self.scale, "keys", self.scale), getattr(self.shift, "keys", None)
-        return x - (self.shift if shift is None else shift) if scale is None else x * scale
-
-
-@pytest.mark.parametrize("value", [torch.full((3,), 5.0), Layer(5.0)])
-def test_a_static_tensor_in_another_attribute(make: Any, value: Any) -> None:
-    def f(x: Any, halves: Any) -> Any:
-        return halves.use(x)
-
-    step, x, halves = make(f, static=("halves",)), torch.ones(3), Halves(value)
-    for _ in range(3):
-        check(step, f, x, halves)
-        halves.swap()
-    assert step.statistics().replays == 10, step.explain()
-
-
 def test_static_objects_that_are_equal(make: Any) -> None:
     step, x = make(use_cache, static=("cache",)), torch.ones(3)
     one, other = Cache(1.0), Cache(2.0)
