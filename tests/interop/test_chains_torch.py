@@ -217,41 +217,6 @@ def test_values_that_are_only_returned_are_those_of_their_call(
     assert step.statistics().replays > 10, step.explain()
 
 
-@pytest.mark.parametrize("sets_to_none", [True, False])
-@pytest.mark.parametrize("form", [0, 1])
-def test_training_steps_that_return_their_loss(
-    form: int, sets_to_none: bool, make: Make, where: str
-) -> None:
-    def trained(graphed: bool) -> tuple[Any, list[Any]]:
-        torch.manual_seed(3)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
-        ).to(where)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-        def train(x: Any, y: Any) -> Any:
-            optimizer.zero_grad(set_to_none=sets_to_none)
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss.item() if form else {"loss": loss.item(), "norm": loss.detach().sqrt()}
-
-        step = make(train, gradients="eager") if graphed else train
-        losses = []
-        for call in range(24):
-            generator = torch.Generator().manual_seed(call)
-            x, y = (torch.randn(6, n, generator=generator).to(where) for n in (4, 1))
-            losses.append(step(x, y))
-        if graphed:
-            assert step.statistics().replays > 10, step.explain()
-        state = [*model.state_dict().values(), *[p.grad for p in model.parameters()]]
-        return losses, [each.clone() for each in state]
-
-    ours, theirs = trained(True), trained(False)
-    assert ours[0] == theirs[0]
-    assert all(map(torch.equal, ours[1], theirs[1]))
-
-
 def test_an_unforeseen_wait_runs_once_and_is_learned(make: Make, where: str) -> None:
     total = torch.zeros(4, device=where)
 

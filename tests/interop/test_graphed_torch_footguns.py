@@ -857,9 +857,6 @@ def test_static_modules(make: Any) -> None:
     assert not step.statistics().quarantined, step.explain()
 
 
-BY_NAME = 2.0
-
-
 class Standing:
     """Stands for a method, whose attributes are its own."""
 
@@ -910,33 +907,6 @@ def test_changes_of_what_a_function_uses(make: Any, use: str) -> None:
     assert not torch.equal(function(x), before)
     check(step, function, x)
     assert not step.statistics().quarantined
-
-
-@pytest.mark.parametrize("what", ["a closure", "a default value", "a global", "a class"])
-def test_functions_among_arguments(make: Any, what: str) -> None:
-    """`step(x, loss)`: the same function does something else when what it uses has changed."""
-    state = {"scale": 2.0}
-
-    class Scaling:
-        by = 2.0
-
-        def __new__(cls, x: Any) -> Any:
-            return x * cls.by
-
-    given: dict[str, Callable[..., Any]] = {
-        "a closure": lambda x: x * state["scale"],
-        "a default value": lambda x, state=state: x * state["scale"],
-        "a global": lambda x: x * BY_NAME,
-        "a class": Scaling,
-    }
-    function = lambda x, act: act[0](x) + 1  # noqa: E731
-    step, x = make(function), torch.ones(3)
-    for _ in range(3):
-        check(step, function, x, (given[what],))
-        state["scale"] += 1
-        Scaling.by += 1
-        globals()["BY_NAME"] += 1
-    assert step.statistics().replays == 9, step.explain()
 
 
 class Private(torch.nn.Module):  # type: ignore[misc]
@@ -995,13 +965,19 @@ class Holding(torch.nn.Module):  # type: ignore[misc, unused-ignore]
 @pytest.mark.parametrize("place", ["module", "argument"])
 @pytest.mark.parametrize(
     "kind",
-    ["tuple", "set", "key", "class", "class in a tuple", "member", "method of a member", "object"],
+    [
+        *("tuple", "set", "key", "class", "class in a tuple", "member", "method of a member"),
+        *("object", "closure", "default value", "class that is called"),
+    ],
 )
 def test_what_plain_values_hold(make: Any, kind: str, place: str) -> None:
     """Functions, classes and members of enumerations are compared by identity, and hold state."""
 
     class Kept:
         by = 2.0
+
+        def __new__(cls, *given: Any) -> Any:
+            return given[0] * cls.by if given else super().__new__(cls)
 
     class Member(enum.Enum):
         A = 1
@@ -1018,6 +994,9 @@ def test_what_plain_values_hold(make: Any, kind: str, place: str) -> None:
         "member": (Member.A, lambda held: held.by),
         "method of a member": (Member.A, lambda held: held.of_kept()),
         "object": ({(Kept(), 0): 0}, lambda held: next(iter(held))[0].by),
+        "closure": (lambda: Kept.by, lambda held: held()),
+        "default value": ((lambda kept=Kept: kept.by,), lambda held: held[0]()),
+        "class that is called": (Kept, lambda held: held(1.0)),
     }
     Member.A.by = 2.0  # type: ignore[attr-defined]
     held, read = reads[kind]
