@@ -816,14 +816,29 @@ CHANGES_OF_STATICS: dict[str, Callable[[Any], object]] = {
 }
 
 
+def of_package(kind: type) -> Any:
+    """A class like another one, which belongs to an installed package."""
+    held = {
+        name: each for name, each in vars(kind).items() if name not in ("__dict__", "__weakref__")
+    }
+    return type(kind.__name__, (), held | {"__module__": "numpy"})
+
+
 @pytest.mark.parametrize("change", CHANGES_OF_STATICS)
-@pytest.mark.parametrize("plainly", [False, True])
-def test_changes_of_static_objects(make: Any, change: str, plainly: bool) -> None:
+@pytest.mark.parametrize("kind", ["any", "plain", "of a package"])
+def test_changes_of_static_objects(
+    make: Any, change: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a package's object the arrays are read, wherever they are."""
+    plainly = kind != "any"  # what has no short way is left out
+    if plainly and change == "a deque":
+        return
+    if kind == "of a package":
+        for each in (Layer, Cache):
+            monkeypatch.setitem(globals(), each.__name__, of_package(each))
     step, x, cache = make(use_cache, static=("cache",)), torch.ones(3), Cache(1.0)
-    if plainly:  # what has no short way is left out
+    if plainly:
         cache.last = [torch.ones(3)]  # type: ignore[assignment]
-        if change == "a deque":
-            return
     check(step, use_cache, x, cache)
     assert bool(step._hot) == plainly and step.statistics().replays == 3
     CHANGES_OF_STATICS[change](cache)
