@@ -45,8 +45,15 @@ class Buckets(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class PowersOfTwo:
+@dataclass(frozen=True, slots=True)
+class _Powers:
+    """The fields of `PowersOfTwo`."""
+
+    limit: int
+    minimum: int
+
+
+class PowersOfTwo(_Powers):
     """Powers of two from `minimum` up to `limit`; the last bucket is `limit` itself.
 
     Sizes up to `minimum` share the first bucket.  Where the next power of two is over the limit,
@@ -55,8 +62,7 @@ class PowersOfTwo:
     Raises InputError unless 1 <= minimum <= limit <= 2**32 - 1 and minimum is a power of two.
     """
 
-    limit: int
-    minimum: int
+    __slots__ = ()
 
     def __init__(self, limit: SupportsIndex = LARGEST, minimum: SupportsIndex = 1) -> None:
         limit, minimum = _whole(limit, "limit"), _whole(minimum, "minimum")
@@ -66,7 +72,7 @@ class PowersOfTwo:
             )
         if minimum & (minimum - 1):
             raise InputError(f"minimum={minimum} is not a power of two")
-        _set(self, limit=limit, minimum=minimum)
+        super().__init__(limit, minimum)
 
     def bucket(self, size: SupportsIndex, /) -> int:
         """Returns the next power of two, at least `minimum` and at most `limit`."""
@@ -81,16 +87,22 @@ class PowersOfTwo:
         yield self.limit
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class ExplicitBuckets:
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The fields of `ExplicitBuckets`."""
+
+    sizes: tuple[int, ...]
+    """The buckets in ascending order."""
+
+
+class ExplicitBuckets(_Sizes):
     """The buckets that are listed, in any order; the largest is the limit.
 
     Sizes up to the smallest share it.  Raises InputError for an empty list, a bucket listed twice,
     or one outside 1 to 2**32 - 1.
     """
 
-    sizes: tuple[int, ...]
-    """The buckets in ascending order."""
+    __slots__ = ()
 
     def __init__(self, sizes: Iterable[SupportsIndex]) -> None:
         listed = sorted(_whole(size, "a bucket") for size in sizes)
@@ -102,7 +114,7 @@ class ExplicitBuckets:
         twice = [a for a, b in itertools.pairwise(listed) if a == b]
         if twice:
             raise InputError(f"bucket {twice[0]} is listed twice")
-        _set(self, sizes=tuple(listed))
+        super().__init__(tuple(listed))
 
     @property
     def limit(self) -> int:
@@ -116,22 +128,28 @@ class ExplicitBuckets:
         return iter(self.sizes)
 
 
-@dataclass(frozen=True, slots=True, init=False)
-class Multiples:
+@dataclass(frozen=True, slots=True)
+class _Multiples:
+    """The fields of `Multiples`."""
+
+    of: int
+    limit: int
+
+
+class Multiples(_Multiples):
     """Multiples of `of` up to `limit`; the last bucket is `limit` itself.
 
     At most of - 1 of a padded size is padding, for limit / of buckets: keep the limit small.
     Raises InputError unless 1 <= of <= limit <= 2**32 - 1.
     """
 
-    of: int
-    limit: int
+    __slots__ = ()
 
     def __init__(self, of: SupportsIndex, limit: SupportsIndex = LARGEST) -> None:
         of, limit = _whole(of, "of"), _whole(limit, "limit")
         if not 1 <= of <= limit <= LARGEST:
             raise InputError(f"of={of}, limit={limit}: 1 <= of <= limit <= {LARGEST} is needed")
-        _set(self, of=of, limit=limit)
+        super().__init__(of, limit)
 
     def bucket(self, size: SupportsIndex, /) -> int:
         """Returns the next multiple, at least `of` and at most `limit`."""
@@ -149,12 +167,6 @@ def capacity_class(size: SupportsIndex) -> int:
     Saturates at 2**32 - 1.  Raises InputError for a size outside 0 to 2**32 - 1.
     """
     return min(_next_power(_checked(size, LARGEST)), LARGEST)
-
-
-def _set(scheme: object, **values: object) -> None:
-    """Sets the fields of a scheme, which is frozen."""
-    for name, value in values.items():
-        object.__setattr__(scheme, name, value)
 
 
 def _next_power(count: int) -> int:
