@@ -12,7 +12,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
-from ostinato.interop.reading.objects import Inside, holders_of, same
+from ostinato.interop.reading.objects import InsideObject, holders_of, same
 from ostinato.interop.reading.places import of_package
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
@@ -173,9 +173,9 @@ class Arguments:
         for an object of a package, of which only arrays are read."""
         return None if of_package(value) or not self._options.guard else self._guards
 
-    def inside(self, value: Any) -> Inside:
+    def inside(self, value: Any) -> InsideObject:
         """Returns what is inside of a static object."""
-        return Inside(value, self._library, self._guards.watch, own=not of_package(value))
+        return InsideObject(value, self._library, self._guards.watch, own=not of_package(value))
 
     # --- putting together
     def replaced(

@@ -128,8 +128,8 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple([n for n in found if n not in ("__dict__", "__weakref__")])
 
 
-class Inside:
-    """What is inside of an object now, up to `_DEEPEST` levels deep: caches are None at first.
+class InsideObject:
+    """The content of an object, up to `_DEEPEST` levels deep, at one moment.
 
     Plain values are compared unless the object's class is a package's, and those of the library's
     modules."""

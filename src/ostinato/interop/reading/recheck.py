@@ -216,7 +216,7 @@ class Checks:
         """Checks an argument that is not copied: the same object, with arrays of the same
         signatures.
 
-        Arrays inside an object are those that `Inside` finds; containers cannot be checked."""
+        Arrays inside an object are those of `InsideObject`; containers cannot be checked."""
         library = self.library
         if is_plain(value, library.plain):
             self._argument(slot, value)
