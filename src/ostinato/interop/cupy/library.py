@@ -19,14 +19,20 @@ import numpy as np
 
 from ostinato import Device, Graph, GraphCache, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import InputError, Status
-from ostinato.interop.captures import captured, explained, keep_programs, no_collection, of_capture
+from ostinato.interop.captures import (
+    captured,
+    explained,
+    keep_programs,
+    no_collection,
+    of_capture,
+    replaced,
+)
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.cupy.waits import (
     SegmentedRun,
     StreamUse,
     Surroundings,
     operations,
-    replaced,
 )
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import ChainBuilder

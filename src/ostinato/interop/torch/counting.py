@@ -20,8 +20,8 @@ import itertools
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato import GraphExec, Node
 from ostinato.errors import OstinatoError
-from ostinato.interop.captures import kernels_of
+from ostinato.interop.captures import kernels_of, replaced
 from ostinato.lowlevel import NotLaunched
 
 _leaves: Any = torch.utils._pytree.tree_leaves
@@ -285,7 +285,8 @@ class CapturedStep:
                 raise ValueError("it reads its count before it has counted")
             return Number(value, f"s[{kind}]", table)
 
-        step: Any = inspect.unwrap(type(optimizer).step)
+        module = sys.modules[inspect.unwrap(type(optimizer).step).__module__]
+        reading = {(module, "_get_value"): get_value} if hasattr(module, "_get_value") else {}
         dry = _DryRun(self.there)
         own = vars(optimizer).copy()
         state: dict[Any, dict[str, Any]] = optimizer.state
@@ -294,7 +295,7 @@ class CapturedStep:
             self._set_counters(counts)
             for group, new in zip(optimizer.param_groups, changed, strict=True):
                 group.update(new)
-            with _replaced(step.__globals__, "_get_value", get_value), unchecked(optimizer), dry:
+            with replaced(reading), unchecked(optimizer), dry:
                 method()
             with _unseen():
                 found = [each.item() for each in self._counters]
@@ -438,32 +439,13 @@ def tables_of_hooks(optimizer: Any) -> list[dict[Any, Any]]:
     return [each for each in found if each is not None]
 
 
-@contextmanager
-def unchecked(optimizer: Any) -> Iterator[None]:
-    """Lets a step of an optimiser be captured that torch holds for not capturable."""
-    held = vars(optimizer)
-    held.update(dict.fromkeys(_CHECKS, _nothing))
-    try:
-        yield
-    finally:
-        for name in _CHECKS:
-            held.pop(name, None)
+def unchecked(optimizer: Any) -> AbstractContextManager[None]:
+    """Lets a step of an optimiser be captured, in a block, that torch holds for not capturable."""
+    return replaced({(optimizer, name): _nothing for name in _CHECKS})
 
 
 def _nothing() -> None:
     """There is nothing to check."""
-
-
-@contextmanager
-def _replaced(held: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    before = held.get(name)
-    if before is not None:
-        held[name] = value
-    try:
-        yield
-    finally:
-        if before is not None:
-            held[name] = before
 
 
 # ------------------------------------------------------------------------- arguments of kernels

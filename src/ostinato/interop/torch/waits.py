@@ -27,7 +27,7 @@ import types
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -1117,37 +1117,25 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
             yield named[each.name], written or each.name in against
 
 
-@contextmanager
-def lifted() -> Iterator[None]:
-    """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see.  It is a
-    setting of the process, and changes nothing else."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+def lifted() -> AbstractContextManager[None]:
+    """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see, in a block.
+    It is a setting of the process, and changes nothing else."""
+    return rules.setting(torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors, True)
 
 
-@contextmanager
-def compiled_parts(found: list[str]) -> Iterator[None]:
-    """Notes the lines that call what torch.compile has made, which under a dispatch mode runs as it
-    was written, with other kernels."""
+def compiled_parts(found: list[str]) -> AbstractContextManager[None]:
+    """Notes the lines in a block that call what torch.compile has made, which under a dispatch mode
+    runs as it was written, with other kernels."""
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     question = getattr(module, "is_fx_symbolic_tracing", None)
     if question is None:
-        yield
-        return
+        return nullcontext()
 
     def noted() -> bool:
         found.append(line_outside_torch())
         return bool(question())
 
-    module.is_fx_symbolic_tracing = noted
-    try:
-        yield
-    finally:
-        module.is_fx_symbolic_tracing = question
+    return rules.replaced({(module, "is_fx_symbolic_tracing"): noted})
 
 
 def run_chain(
