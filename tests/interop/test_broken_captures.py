@@ -214,25 +214,6 @@ def raising(error: Exception) -> Callable[..., Any]:
     return call
 
 
-def test_graphs_that_were_not_used_for_longest_make_room(lib: Capturing, make: Any) -> None:
-    step = make(function(lib, "before"), guard=False)
-    other = make(lambda x: x.line(3.0), cache=step.cache, guard=False)
-    for n in (2, 3, 4, 2):  # the least recently used ones are those of 3, and `step`'s of 4
-        for _ in range(2):
-            step(lib.array(np.ones(n)))
-            other(lib.array(np.ones(n)))
-    lib.disturb = lambda: short_of_memory(lib)
-    for _ in range(2):
-        step(lib.array(np.ones(5)))
-    decided = {line.words: line.decision for line in step.statistics().keys}
-    assert [decided[f"x=f4[{n}]"] for n in (2, 3, 4, 5)] == [
-        *("replayed", "evicted", "evicted", "warmed up")
-    ]
-    decided = {line.words: line.decision for line in other.statistics().keys}
-    assert [*decided.values()] == ["replayed", "evicted", "replayed"]
-    other.close()
-
-
 def test_what_a_capture_that_failed_has_allocated_is_given_back(lib: Capturing, make: Any) -> None:
     left: list[weakref.ref[Array]] = []
 

@@ -115,20 +115,6 @@ def test_a_static_result_is_an_argument_of_a_call_with_another_value(lib: Lib, m
     assert step.statistics().replays > 30
 
 
-def test_arguments_that_are_written_before_a_wait(lib: Lib, make: Make) -> None:
-    def function(x: Array) -> Any:
-        x.shift(1.0)
-        if x.numpy()[0] > 5:
-            x.shift(100.0)
-        return x
-
-    step = make(function)
-    for value in [1.0] * 7 + [9.0, 1.0, 9.0, 8.0]:
-        x = lib.array([value])
-        step(x)
-        assert x.numpy()[0] == value + (101.0 if value + 1 > 5 else 1.0)
-
-
 def test_values_are_compared_bit_for_bit(lib: Lib, make: Make) -> None:
     def function(x: Array) -> Array:
         value = x.numpy()[0]
@@ -295,17 +281,6 @@ def test_a_strict_function_may_be_a_chain_but_not_eager(lib: Lib, make: Make) ->
             step(lib.array([float(value)]))
 
 
-def test_each_chain_is_checked_if_that_is_asked(lib: Lib, make: Make) -> None:
-    def function(x: Array) -> Array:
-        x.numpy()
-        return x.line(2.0)
-
-    step = make(function, verify="first")
-    for _ in range(8):
-        assert step(lib.array([3.0])).numpy()[0] == 6.0
-    assert step.statistics().verified == 1 and _key(step).replays >= 1
-
-
 def test_a_check_of_a_chain_that_writes_what_the_first_call_did_not(lib: Lib, make: Make) -> None:
     count = lib.array([0.0])
 
@@ -338,20 +313,6 @@ def test_an_evicted_chain_is_built_again(lib: Lib, make: Make) -> None:
     step.forget()
     assert step(lib.array([4.0])).numpy()[0] == 8.0
     cache.close()
-
-
-def test_a_wait_at_either_end_and_two_in_a_row(lib: Lib, make: Make) -> None:
-    def function(x: Array) -> Array:
-        x.numpy()
-        x.numpy()
-        y = x.line(2.0)
-        y.numpy()
-        return y
-
-    step = make(function)
-    for _ in range(8):
-        assert step(lib.array([3.0])).numpy()[0] == 6.0
-    assert _key(step).replays >= 2
 
 
 def test_graphs_that_are_refused_half_way_leave_the_call_to_an_eager_run(

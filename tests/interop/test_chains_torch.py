@@ -159,22 +159,6 @@ def test_what_a_value_guards_does_not_run_for_another_one(make: Make, where: str
         assert step.statistics().replays > 20, step.explain()
 
 
-def test_a_static_result_is_an_argument_of_a_call_with_another_value(
-    make: Make, where: str
-) -> None:
-    def function(x: Any) -> Any:
-        y = x * 2
-        return y / 1024 if bool(y.sum() > 100) else y
-
-    step = make(function, results="static")
-    x = expected = torch.tensor([1.0, 2.0], device=where)
-    with torch.no_grad():
-        for _ in range(60):
-            x, expected = step(x), function(expected)
-            assert same(x, expected)
-    assert step.statistics().replays > 30, step.explain()
-
-
 class _Scored(torch.nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         return x * 2, x.sum().item()
@@ -231,41 +215,6 @@ def test_values_that_are_only_returned_are_those_of_their_call(
                 assert type(one) is type(wanted)
                 assert same(one, wanted) if isinstance(one, torch.Tensor) else one == wanted
     assert step.statistics().replays > 10, step.explain()
-
-
-@pytest.mark.parametrize("sets_to_none", [True, False])
-@pytest.mark.parametrize("form", [0, 1])
-def test_training_steps_that_return_their_loss(
-    form: int, sets_to_none: bool, make: Make, where: str
-) -> None:
-    def trained(graphed: bool) -> tuple[Any, list[Any]]:
-        torch.manual_seed(3)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
-        ).to(where)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-
-        def train(x: Any, y: Any) -> Any:
-            optimizer.zero_grad(set_to_none=sets_to_none)
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss.item() if form else {"loss": loss.item(), "norm": loss.detach().sqrt()}
-
-        step = make(train, gradients="eager") if graphed else train
-        losses = []
-        for call in range(24):
-            generator = torch.Generator().manual_seed(call)
-            x, y = (torch.randn(6, n, generator=generator).to(where) for n in (4, 1))
-            losses.append(step(x, y))
-        if graphed:
-            assert step.statistics().replays > 10, step.explain()
-        state = [*model.state_dict().values(), *[p.grad for p in model.parameters()]]
-        return losses, [each.clone() for each in state]
-
-    ours, theirs = trained(True), trained(False)
-    assert ours[0] == theirs[0]
-    assert all(map(torch.equal, ours[1], theirs[1]))
 
 
 def test_an_unforeseen_wait_runs_once_and_is_learned(make: Make, where: str) -> None:

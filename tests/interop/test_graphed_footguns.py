@@ -114,24 +114,6 @@ def test_an_iterator_of_a_class_that_is_named_alone(lib: Lib, make: Make) -> Non
     assert np.diff(answers).tolist() == [1.0] * 3 and "an iterator" in step.explain()
 
 
-def test_weights_in_containers_of_an_object_are_watched(lib: Lib, make: Make) -> None:
-    """One that was replaced would be read after it is free."""
-
-    class Model:
-        def __init__(self) -> None:
-            self.layers = {"first": [ones(lib)]}
-
-        def forward(self, x: Array) -> tuple[Array, Array]:
-            return x.line(2.0), self.layers["first"][0].line(1.0)
-
-    model = Model()
-    step = make(model.forward)
-    for value in (1.0, 1.0, 1.0, 5.0, 5.0, 6.0):
-        model.layers["first"][0] = lib.array(np.full(4, value))
-        np.testing.assert_array_equal(step(ones(lib))[1].numpy(), [value] * 4)
-    assert step.statistics().captures == 1 and step.statistics().rebound >= 2
-
-
 def test_objects_that_are_gone_are_not_kept(lib: Lib, make: Make) -> None:
     class Part:
         pass
@@ -375,20 +357,35 @@ class Written:
 
     def __init__(self, lib: Lib) -> None:
         self.keys, self.place, self.options = [lib.array(np.zeros(4)) for _ in range(3)], 0, [1.0]
+        self.adding = Adding()
 
     def write(self, x: Array) -> None:
         self.keys[self.place].shift(self.options[0])
 
 
-@pytest.mark.parametrize("moved", ["by the function", "between calls", "seldom", "in a list"])
-def test_static_objects_with_numbers(lib: Lib, make: Make, moved: str) -> None:
+class Adding:
+    def write(self, key: Array) -> None:
+        key.shift(7.0)
+
+
+class AddingMore(Adding):
+    def write(self, key: Array) -> None:
+        key.shift(9.0)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize(
+    "moved", ["by the function", "between calls", "seldom", "in a list", "to another class"]
+)
+def test_static_objects_with_numbers(lib: Lib, make: Make, moved: str, guard: bool) -> None:
     def f(x: Array, cache: Written) -> Array:
         cache.write(x)
+        cache.adding.write(cache.keys[0])
         if moved == "by the function":
             cache.place = (cache.place + 1) % 3
         return x.line(2.0)
 
-    step, x = make(f, static=("cache",)), ones(lib)
+    step, x = make(f, static=("cache",), guard=guard), ones(lib)
     caches = Written(lib), Written(lib)
     for call in range(12):
         for function, cache in zip((f, step), caches, strict=True):
@@ -396,11 +393,13 @@ def test_static_objects_with_numbers(lib: Lib, make: Make, moved: str) -> None:
                 cache.place = (cache.place + 1) % 3
             elif moved == "in a list" and call == 6:
                 cache.options[0] = 3.0
+            elif moved == "to another class" and call == 6:
+                cache.adding = AddingMore()
             function(x, cache)
         places = [[key.numpy() for key in cache.keys] for cache in caches]
         np.testing.assert_array_equal(*places)
         assert caches[0].place == caches[1].place
-    if moved in ("seldom", "in a list"):
+    if moved in ("seldom", "in a list", "to another class"):
         assert step.statistics().replays > 6, step.explain()
 
 

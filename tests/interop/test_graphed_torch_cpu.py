@@ -76,31 +76,6 @@ def test_nothing_points_weakly_at_an_event(make: Any) -> None:
     assert (weakref.getweakrefcount(event), weakref.getweakrefcount(other)) == (0, 0)
 
 
-def test_modules(make: Any) -> None:
-    model = Net()
-    step = make(model)
-    check(step, model, *[torch.randn(2, 4) for _ in range(4)])
-    assert step.statistics().replays == 3, step.explain()
-    model.scale = 2.0
-    check(step, model, *[torch.randn(2, 4) for _ in range(3)])
-    assert step.statistics().captures == 2
-    model.eval()
-    check(step, model, *[torch.randn(2, 4) for _ in range(3)])
-    assert step.statistics().captures == 3
-    assert list(step.state_dict()) == list(model.state_dict())
-    assert step.double() is step
-    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
-    calls: list[int] = []
-    handle = model.register_forward_hook(lambda m, args, out: calls.append(1) or out + 1)
-    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
-    assert len(calls) == 6
-    handle.remove()
-    model.inner[0] = torch.nn.Linear(4, 4).double()
-    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
-    model.inner.register_forward_hook(lambda m, args, out: out * 3)
-    check(step, model, *[torch.randn(2, 4).double() for _ in range(3)])
-
-
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("inference", [False, True])
 def test_in_place(make: Any, inference: bool, first: int) -> None:

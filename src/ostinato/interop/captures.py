@@ -7,7 +7,7 @@ import gc
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +44,35 @@ def no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Replaces attributes in a block, also for compiled code that calls methods."""
+    before = {(owner, name): vars(owner).get(name) for owner, name in functions}
+    try:
+        for (owner, name), function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in before.items():
+            if function is not None:
+                setattr(owner, name, function)
+            elif name in vars(owner):  # it is inherited
+                delattr(owner, name)
+
+
+@contextmanager
+def setting(
+    read: Callable[[], Any], write: Callable[[Any], object], value: object
+) -> Iterator[None]:
+    """Gives a setting of the process another value in a block."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
 
 
 def captured(

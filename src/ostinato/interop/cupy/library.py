@@ -19,14 +19,20 @@ import numpy as np
 
 from ostinato import Device, Graph, GraphCache, MemoryRange, Node, NodeKind, Stream
 from ostinato.errors import InputError, Status
-from ostinato.interop.captures import captured, explained, keep_programs, no_collection, of_capture
+from ostinato.interop.captures import (
+    captured,
+    explained,
+    keep_programs,
+    no_collection,
+    of_capture,
+    replaced,
+)
 from ostinato.interop.cupy.adopting import external_stream
 from ostinato.interop.cupy.waits import (
     SegmentedRun,
     StreamUse,
     Surroundings,
     operations,
-    replaced,
 )
 from ostinato.interop.graphed import Graphed
 from ostinato.interop.reading.chains import ChainBuilder
@@ -85,8 +91,8 @@ def graphed(
 
     Raises InputError for options that do not fit the function.
     """
+    given = {name: value for name, value in locals().items() if name != "function"}
     if function is None:
-        given = {k: v for k, v in locals().items() if k != "function"}
         return lambda f: graphed(f, **given)
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
@@ -100,17 +106,7 @@ def graphed(
     else:
         index = current if index is None else index
         device = device or _devices.of(index)
-    options = GraphedOptions.given(
-        static=static,
-        dynamic=dynamic,
-        buckets=buckets,
-        padding=padding,
-        results=results,
-        verify=verify,
-        tolerance=tolerance,
-        strict=strict,
-        guard=guard,
-    )
+    options = GraphedOptions.given(given)
     if name is None:
         name = name_of(function, next(_names))
     kept = cache or own_cache(device, budget)

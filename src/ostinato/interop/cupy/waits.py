@@ -28,7 +28,7 @@ import operator
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -263,7 +263,7 @@ class SegmentedRun:
             between(self._take, always),
         )
         table = refused | synchronisations(between(self._synchronise, always))
-        return replaced(table | self._use.followed())
+        return rules.replaced(table | self._use.followed())
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -525,22 +525,6 @@ def _wrapped(*wraps: tuple[Any, str, _Wrap]) -> _Table:
         for name in names.split()
         if hasattr(owner, name)
     }
-
-
-@contextmanager
-def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Replaces attributes in a block, also for CuPy's own compiled code that calls methods."""
-    before = {(owner, name): vars(owner).get(name) for owner, name in functions}
-    try:
-        for (owner, name), function in functions.items():
-            setattr(owner, name, function)
-        yield
-    finally:
-        for (owner, name), function in before.items():
-            if function is not None:
-                setattr(owner, name, function)
-            elif name in vars(owner):  # it is inherited
-                delattr(owner, name)
 
 
 def _checked() -> Any:

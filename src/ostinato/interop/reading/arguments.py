@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from ostinato.errors import InputError
 from ostinato.interop.reading.guards import Guards
 from ostinato.interop.reading.kept import HostSnapshot
 from ostinato.interop.reading.library import GraphedOptions, Library, NotGraphable
-from ostinato.interop.reading.objects import ObjectWatch, holders_of, same
+from ostinato.interop.reading.objects import InsideObject, holders_of, same
 from ostinato.interop.reading.places import of_package
 from ostinato.interop.reading.records import Dynamic, ReadCall
 from ostinato.interop.reading.trees import (
@@ -50,8 +49,6 @@ class Arguments:
         for given in (*self._special, *options.fill):
             if given not in self.names and not rest:
                 raise InputError(f"{name} has no parameter {given!r} (it has {self.names})")
-        self._watched: dict[int, tuple[weakref.ref[Any], ObjectWatch]] = {}
-        """Watches of static objects, by address: equal objects may hold different arrays."""
 
     def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yields the arguments with the names of their parameters; "*" for those without a name."""
@@ -138,7 +135,7 @@ class Arguments:
                 for child in found[1]:
                     self._add_static(child, tokens, call)
                 return
-            self._watch(value).read(value, tokens, call.statics)
+            self.inside(value).read(tokens, call.statics)
             guards = self.guards_of(value)
             if guards is not None:
                 arrays = call.statics[before:]
@@ -162,12 +159,12 @@ class Arguments:
         found = children_of(value, library)
         for child in () if found is None else found[1]:
             self._keep(child, kept)
-        watch = None if found is not None else self._watch(value)
-        for held in holders_of(value) if watch is None else watch.holders:
+        inside = None if found is not None else self.inside(value)
+        for held in holders_of(value) if inside is None else inside.holders:
             kept.hold(held)
-        for each in () if watch is None else watch.watches:
+        for each in () if inside is None else inside.watches:
             kept.watch(each)
-        guards = None if watch is None else self.guards_of(value)
+        guards = None if inside is None else self.guards_of(value)
         if guards is not None:
             guards.walk_given(kept, value)
 
@@ -176,21 +173,9 @@ class Arguments:
         for an object of a package, of which only arrays are read."""
         return None if of_package(value) or not self._options.guard else self._guards
 
-    def _watch(self, value: Any) -> ObjectWatch:
-        watched, key = self._watched, id(value)
-        known = watched.get(key)
-        if known is not None and known[0]() is value:
-            return known[1]
-        watch = ObjectWatch(value, self._library, own=not of_package(value))
-
-        def drop(gone: object) -> None:
-            found = watched.get(key)
-            if found is not None and found[0] is gone:  # else another object has its address
-                del watched[key]
-
-        with contextlib.suppress(TypeError):  # no weak references
-            watched[key] = weakref.ref(value, drop), watch
-        return watch
+    def inside(self, value: Any) -> InsideObject:
+        """Returns what is inside of a static object."""
+        return InsideObject(value, self._library, self._guards.watch, own=not of_package(value))
 
     # --- putting together
     def replaced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import compress
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -16,7 +16,7 @@ from ostinato.interop.reading.padding import Padding
 from ostinato.interop.reading.together import Agreement
 from ostinato.lowlevel import new_lock
 from ostinato.settings import blocking_captures, graphs_enabled
-from ostinato.step import Buckets, CaptureLimits
+from ostinato.step import CaptureLimits
 
 LIMITS = CaptureLimits(per_key=8, within=1000)
 """Limits of the cache that `graphed` makes: a key that is evicted again and again runs eagerly."""
@@ -351,26 +351,17 @@ class GraphedOptions:
     preconditions: Mapping[str, Callable[[], bool]] = field(default_factory=dict)
 
     @classmethod
-    def given(
-        cls,
-        *,
-        static: str | Sequence[str],
-        dynamic: Mapping[str, int] | None,
-        buckets: Buckets | None,
-        padding: Mapping[str, float] | None,
-        **others: Any,
-    ) -> GraphedOptions:
-        """Makes options from arguments of `graphed`.  Raises InputError for those that do not fit
-        together."""
-        for what, names in (("buckets", buckets), ("padding", padding)):
-            if names is not None and dynamic is None:
+    def given(cls, arguments: Mapping[str, Any]) -> GraphedOptions:
+        """Makes options from the arguments of `graphed`, of which others are no options.  Raises
+        InputError for those that do not fit together."""
+        static, dynamic, buckets = [arguments[name] for name in ("static", "dynamic", "buckets")]
+        for what in ("buckets", "padding"):
+            if arguments[what] is not None and dynamic is None:
                 raise InputError(f"{what} is for dynamic axes: give dynamic={{parameter: axis}}")
-        return cls(
-            static=tuple([static] if isinstance(static, str) else static),
-            padding=None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo()),
-            fill=dict(padding or {}),
-            **others,
-        )
+        made = {each.name: arguments[each.name] for each in fields(cls) if each.name in arguments}
+        made["static"] = tuple([static] if isinstance(static, str) else static)
+        made["padding"] = None if dynamic is None else Padding(dynamic, buckets or PowersOfTwo())
+        return cls(fill=dict(arguments["padding"] or {}), **made)
 
     def __post_init__(self) -> None:
         if self.results not in ("clone", "static"):

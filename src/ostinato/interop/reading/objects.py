@@ -16,7 +16,7 @@ import types
 import weakref
 from abc import ABC, abstractmethod
 from collections import ChainMap, OrderedDict, UserDict, UserList, UserString, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ostinato.interop.reading.trees import Arrays, is_plain, made_in_python, plain_token
@@ -144,20 +144,23 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple([n for n in found if n not in ("__dict__", "__weakref__")])
 
 
-class ObjectWatch:
-    """The arrays of an object, read again at each call from where they were found.
+class InsideObject:
+    """The content of an object, up to `_DEEPEST` levels deep, at one moment.
 
-    The search is repeated if a container has more or fewer values, values of other types, or
-    another object in the place of one: caches are often None at first.  Plain values are compared
-    unless the object's class is a package's, and those of the library's modules.  The watch does
-    not keep the object alive."""
+    Plain values are compared unless the object's class is a package's, and those of the library's
+    modules."""
 
-    def __init__(self, value: object, library: WatchingLibrary, *, own: bool) -> None:
+    def __init__(
+        self,
+        value: object,
+        library: Arrays,
+        watch_of: Callable[[Any], Watch | None],
+        *,
+        own: bool,
+    ) -> None:
         """`own`: the object's class is no package's."""
-        self._library, self._own = library, own
-        self._find(value)
-
-    def _find(self, value: object) -> None:
+        self._library, self._watch_of, self._own = library, watch_of, own
+        self._kind: Any = type(value)
         self.places: list[tuple[Any, Any]] = []
         """The holder of each array, and the array's name or index there."""
         self.inner: list[tuple[Any, Any]] = []
@@ -167,21 +170,12 @@ class ObjectWatch:
         self.watches: list[Watch] = []
         """The watches of the library's modules."""
         self._search(value, 0, set())
-        self._kinds, self._objects = self._kinds_now(), self._objects_now()
-        number = {id(held): index for index, held in enumerate(self.holders)}
-        self._layout = tuple(
-            [
-                (number[id(held)], key if is_plain(key) else None)
-                for held, key in self.places + self.inner
-            ]
-        )
-        self._array_kinds = {type(held[key]) for held, key in self.places}
 
     def _search(self, value: Any, depth: int, seen: set[int]) -> None:
         if depth > _DEEPEST or id(value) in seen:
             return
         seen.add(id(value))
-        watch = self._library.watch(value)
+        watch = self._watch_of(value) if hasattr(value, "__dict__") else None
         if watch is not None:
             self.watches.append(watch)
             watch.read([], [])
@@ -198,26 +192,16 @@ class ObjectWatch:
                     self.inner.append((held, key))
                     self._search(child, depth + 1, seen)
 
-    def _kinds_now(self) -> list[list[type]]:
-        return [[type(child) for _, child in items_of(held)] for held in self.holders]
-
-    def _objects_now(self) -> list[Any]:
-        found = [held[key] for held, key in self.inner]
-        for watch in self.watches:
-            found += [child for _, child in watch.others()]
-        return found
-
-    def read(self, value: object, tokens: list[Hashable], arrays: list[Any]) -> None:
-        """Adds the arrays of the object to `arrays`."""
-        found = self._as_before()
-        if found is None:
-            self._find(value)
-            found = [held[key] for held, key in self.places]
-        tokens.append((type(value), len(self.places), self._layout))
+    def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
+        """Adds what is compared to `tokens`, and the arrays to `arrays`."""
+        number = {id(held): index for index, held in enumerate(self.holders)}
+        found = self.places + self.inner
+        layout = [(number[id(held)], key if is_plain(key) else None) for held, key in found]
+        tokens.append((self._kind, len(self.places), tuple(layout)))
         for held in self.holders:
             tokens += [(plain_token(k), plain_token(v)) for k, v in self.plain_items(held)]
         tokens += [(type(held[key]),) for held, key in (self.inner if self._own else ())]
-        arrays += found
+        arrays += [held[key] for held, key in self.places]
         for watch in self.watches:
             watch.read(tokens, arrays)
 
@@ -228,22 +212,6 @@ class ObjectWatch:
         if len(items) > MOST_ITEMS:
             return []
         return [(k, v) for k, v in items if is_plain(k, plain) and is_plain(v, plain)]
-
-    def _as_before(self) -> list[Any] | None:
-        """Returns the arrays from where they were found; None if the search must be repeated."""
-        for watch in self.watches:
-            watch.read([], [])
-        try:
-            found = [held[key] for held, key in self.places]
-            if (
-                {*map(type, found)} <= self._array_kinds
-                and self._kinds_now() == self._kinds
-                and same(self._objects_now(), self._objects)
-            ):
-                return found
-        except (LookupError, AttributeError):  # a name or an index is gone
-            pass
-        return None
 
 
 class Slots:

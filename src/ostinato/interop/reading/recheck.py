@@ -26,8 +26,8 @@ from ostinato.interop.reading.chains import ChainReplay, Diverged
 from ostinato.interop.reading.function import Subject
 from ostinato.interop.reading.guards import Reading, Trail, content_of, contents_of, size_of
 from ostinato.interop.reading.library import Library
-from ostinato.interop.reading.objects import ObjectWatch, Watch, items_in, same
-from ostinato.interop.reading.places import ReadPlace, held_by, of_package
+from ostinato.interop.reading.objects import Watch, items_in, same
+from ostinato.interop.reading.places import ReadPlace, held_by
 from ostinato.interop.reading.records import AttachedGradient, Captured, Line, ReadCall
 from ostinato.interop.reading.trees import Itself, children_of, is_plain, plain_token
 from ostinato.lowlevel import NotLaunched, load_extension
@@ -216,7 +216,7 @@ class Checks:
         """Checks an argument that is not copied: the same object, with arrays of the same
         signatures.
 
-        Arrays inside an object are those that `ObjectWatch` finds; containers cannot be checked."""
+        Arrays inside an object are those of `InsideObject`; containers cannot be checked."""
         library = self.library
         if is_plain(value, library.plain):
             self._argument(slot, value)
@@ -228,20 +228,20 @@ class Checks:
                 raise Inexpressible
             arrays = []
             self.kind(value)
-            watch = ObjectWatch(value, library, own=not of_package(value))
-            for held in watch.holders:
+            inside = arguments.inside(value)
+            for held in inside.holders:
                 if type(held) is list:
                     self.sequence(held, [*held])
                 elif type(held) is dict:
                     self.kinds(held)
-                    self.some_items(held, dict(watch.plain_items(held)))
+                    self.some_items(held, dict(inside.plain_items(held)))
                 elif type(held) is not tuple:
                     raise Inexpressible
-            for held, key in watch.places + watch.inner:
+            for held, key in inside.places + inside.inner:
                 if type(held) is dict:
                     self.some_items(held, {key: held[key]})
-            arrays += [held[key] for held, key in watch.places]
-            for each in watch.watches:
+            arrays += [held[key] for held, key in inside.places]
+            for each in inside.watches:
                 if next(iter(each.others()), None) is not None:
                     raise Inexpressible
                 _note(each, self, [], arrays)

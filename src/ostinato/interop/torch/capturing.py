@@ -8,7 +8,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,8 @@ from ostinato.interop.captures import (
     keep_programs,
     line_outside,
     no_collection,
+    replaced,
+    setting,
 )
 from ostinato.interop.reading.library import (
     CaptureDisturbed,
@@ -621,19 +623,14 @@ def noted_backward(note: Callable[[], None]) -> Iterator[None]:
                 variable._execution_engine = engine.engine
 
 
-@contextmanager
-def _no_warning_of_streams() -> Iterator[None]:
-    """Switches off torch's warning of autograd's nodes of weights that belong to another stream:
-    results of other calls of a training step, which are still alive, have made them there."""
-    if not hasattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch"):  # an older torch
-        yield
-        return
-    before = torch._C._warn_on_accumulate_grad_stream_mismatch()
-    torch._C._set_warn_on_accumulate_grad_stream_mismatch(False)
-    try:
-        yield
-    finally:
-        torch._C._set_warn_on_accumulate_grad_stream_mismatch(before)
+def _no_warning_of_streams() -> AbstractContextManager[None]:
+    """Switches off, in a block, torch's warning of autograd's nodes of weights that belong to
+    another stream: results of other calls of a training step, which are still alive, have made them
+    there."""
+    read = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", None)
+    if read is None:  # an older torch
+        return nullcontext()
+    return setting(read, torch._C._set_warn_on_accumulate_grad_stream_mismatch, False)
 
 
 def hand_over(result: Any, stream: Any) -> None:
@@ -665,20 +662,17 @@ def out_of_memory(error: BaseException) -> bool:
     return getattr(error, "error_code", None) == Status.OUT_OF_MEMORY  # torch.AcceleratorError
 
 
-@contextmanager
-def replaced_here(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replaces a function of a module in the block, for calls of this thread; other threads call
-    the one before."""
+def replaced_here(
+    module: Any, name: str, function: Callable[..., Any]
+) -> AbstractContextManager[None]:
+    """Replaces a function of a module in a block, for calls of this thread; other threads call the
+    one before."""
     before, thread = getattr(module, name), threading.get_ident()
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         return (function if threading.get_ident() == thread else before)(*args, **kwargs)
 
-    setattr(module, name, chosen)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+    return replaced({(module, name): chosen})
 
 
 @contextmanager
@@ -766,11 +760,8 @@ class FollowedEvents:
                         self.forked = self.forked or self._forks[waits]
             wait(event, stream)
 
-        kind.record, kind.wait = noted_record, noted_wait
-        try:
+        with replaced({(kind, "record"): noted_record, (kind, "wait"): noted_wait}):
             yield
-        finally:
-            kind.record, kind.wait = record, wait
 
     def missing_in(self, *graphs: Graph) -> str:
         """Describes what replays of graphs would leave out; empty if nothing.  Makes the graphs
@@ -829,15 +820,11 @@ def copies_elsewhere(nodes: Sequence[Node]) -> bool:
 def undisturbed() -> Iterator[None]:
     """Switches off garbage collection, which may destroy graphs, and autocast's cache, whose
     tensors would be gone at the replay."""
-    caching = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    if torch.is_autocast_enabled("cuda"):
-        torch.clear_autocast_cache()
-    try:
-        with no_collection():
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(caching)
+    caching = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    with setting(*caching, False), no_collection():
+        if torch.is_autocast_enabled("cuda"):
+            torch.clear_autocast_cache()
+        yield
 
 
 def explained(error: Exception) -> str:

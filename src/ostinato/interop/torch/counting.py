@@ -20,16 +20,16 @@ import itertools
 import struct
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato import GraphExec, Node
 from ostinato.errors import OstinatoError
-from ostinato.interop.captures import kernels_of
+from ostinato.interop.captures import kernels_of, replaced
 from ostinato.lowlevel import NotLaunched
 
 _leaves: Any = torch.utils._pytree.tree_leaves
@@ -174,17 +174,6 @@ def plain_numbers(values: Any) -> list[float]:
     return [leaf for leaf in _leaves(values) if type(leaf) in (int, float)]
 
 
-class NumberPlace(Protocol):
-    """A place in the work of a capture where numbers are."""
-
-    def find(
-        self, executable: GraphExec, kernels: Sequence[Node]
-    ) -> Callable[[Sequence[float]], object] | None:
-        """Returns a function of the numbers that sets them in an executable with these kernels;
-        None if the place is not in this one."""
-        ...
-
-
 class CapturedStep:
     """The step of an optimiser inside of a graph.  Raises ValueError if it cannot be in one.
 
@@ -230,7 +219,7 @@ class CapturedStep:
         self._now = [count + 1 for count in kinds]
         self._one = torch.tensor(1.0)
         self._at = 0
-        self._places: list[tuple[NumberPlace, list[int]]] = []
+        self._places: list[tuple[KernelNumbers, list[int]]] = []
         self._setters: list[tuple[Callable[[Sequence[float]], object], list[int]]] = []
         self._last: list[list[float] | None] = []
         self._learn(optimizer, method)
@@ -296,7 +285,8 @@ class CapturedStep:
                 raise ValueError("it reads its count before it has counted")
             return Number(value, f"s[{kind}]", table)
 
-        step: Any = inspect.unwrap(type(optimizer).step)
+        module = sys.modules[inspect.unwrap(type(optimizer).step).__module__]
+        reading = {(module, "_get_value"): get_value} if hasattr(module, "_get_value") else {}
         dry = _DryRun(self.there)
         own = vars(optimizer).copy()
         state: dict[Any, dict[str, Any]] = optimizer.state
@@ -305,7 +295,7 @@ class CapturedStep:
             self._set_counters(counts)
             for group, new in zip(optimizer.param_groups, changed, strict=True):
                 group.update(new)
-            with _replaced(step.__globals__, "_get_value", get_value), unchecked(optimizer), dry:
+            with replaced(reading), unchecked(optimizer), dry:
                 method()
             with _unseen():
                 found = [each.item() for each in self._counters]
@@ -364,7 +354,7 @@ class CapturedStep:
         if self._at != len(self._expected):
             raise ValueError("its operations are not those of a dry run")
 
-    def note(self, place: NumberPlace, which: list[int]) -> None:
+    def note(self, place: KernelNumbers, which: list[int]) -> None:
         """Notes the place of some numbers in the capture."""
         self._places.append((place, which))
 
@@ -449,32 +439,13 @@ def tables_of_hooks(optimizer: Any) -> list[dict[Any, Any]]:
     return [each for each in found if each is not None]
 
 
-@contextmanager
-def unchecked(optimizer: Any) -> Iterator[None]:
-    """Lets a step of an optimiser be captured that torch holds for not capturable."""
-    held = vars(optimizer)
-    held.update(dict.fromkeys(_CHECKS, _nothing))
-    try:
-        yield
-    finally:
-        for name in _CHECKS:
-            held.pop(name, None)
+def unchecked(optimizer: Any) -> AbstractContextManager[None]:
+    """Lets a step of an optimiser be captured, in a block, that torch holds for not capturable."""
+    return replaced({(optimizer, name): _nothing for name in _CHECKS})
 
 
 def _nothing() -> None:
     """There is nothing to check."""
-
-
-@contextmanager
-def _replaced(held: dict[str, Any], name: str, value: Any) -> Iterator[None]:
-    before = held.get(name)
-    if before is not None:
-        held[name] = value
-    try:
-        yield
-    finally:
-        if before is not None:
-            held[name] = before
 
 
 # ------------------------------------------------------------------------- arguments of kernels
@@ -516,7 +487,8 @@ class KernelNumbers:
     def find(
         self, executable: GraphExec, kernels: Sequence[Node]
     ) -> Callable[[Sequence[float]], object] | None:
-        """Implements `NumberPlace.find`."""
+        """Returns a function of the numbers that sets them in an executable with these kernels;
+        None if the place is not in this one."""
         setters = []
         for params, index, at, which in self._found:
             same = [node for node in kernels if _alike(node, params)]

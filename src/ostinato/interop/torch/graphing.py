@@ -89,8 +89,8 @@ def graphed(
 
     Raises InputError for options that do not fit the function.
     """
+    given = {name: value for name, value in locals().items() if name != "function"}
     if function is None:
-        given = {k: v for k, v in locals().items() if k != "function"}
         return lambda f: graphed(f, **given)
     if isinstance(function, Graphed):
         raise InputError(f"{function!r} is graphed already")
@@ -109,18 +109,7 @@ def graphed(
         index = torch.cuda.current_device() if index is None else index
         library = Torch(device or devices.of(index), index, generators)
         library.hooks_apart = gradients == "replay"
-    options = GraphedOptions.given(
-        static=static,
-        dynamic=dynamic,
-        buckets=buckets,
-        padding=padding,
-        results=results,
-        gradients=gradients,
-        verify=verify,
-        tolerance=tolerance,
-        strict=strict,
-        guard=guard,
-    )
+    options = GraphedOptions.given(given)
     kept = cache or own_cache(library.device, budget)
     owns = cache is None
     module = function if isinstance(function, torch.nn.Module) else None

@@ -25,9 +25,10 @@ import sys
 import threading
 import types
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,7 +68,6 @@ from ostinato.interop.torch.capturing import (
 from ostinato.interop.torch.counting import (
     CapturedStep,
     KernelNumbers,
-    NumberPlace,
     launched_since,
     tensors_in,
     unchecked,
@@ -106,54 +106,188 @@ WRITTEN = ("copies of tensors of the CPU are written",)
 Kind = tuple[Hashable, ...]
 
 
-class Segment(Protocol):
-    """One capture of a chain."""
+class Segment(ABC):
+    """One capture of a chain, on the side stream of captures."""
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._stream = captures.beside()[1]
 
     def active(self) -> bool:
         """True while nothing has broken it."""
+        return self._stream.capture_info().status.name == "ACTIVE"
 
     def position(self) -> Hashable:
         """Returns a value that changes when work is captured."""
+        return self._stream.capture_info().dependencies
 
     def count(self) -> int:
         """Returns the number of its nodes."""
+        info = self._stream.capture_info()
+        return len(self._captures.device.driver.graph_nodes(info.graph))
 
-    def end(self) -> Any:
+    @abstractmethod
+    def end(self) -> Graph | None:
         """Ends it; returns its graph, or None if nothing was captured.  Raises if it is broken."""
 
+    @abstractmethod
     def abort(self) -> None:
         """Ends it without a graph, also if it is broken."""
 
     def refused(self, error: Exception) -> bool:
         """True if it cannot hold an operation that raised an error, and another kind of capture
         can."""
+        return False
 
     def place(
-        self, before: Hashable, values: Sequence[float], tensors: Sequence[torch.Tensor]
-    ) -> NumberPlace:
+        self, before: Any, values: Sequence[float], tensors: Sequence[torch.Tensor]
+    ) -> KernelNumbers:
         """Returns the place of numbers in the work since a position, of one operation on tensors.
         Raises ValueError if they are not found."""
-        ...
+        info, driver = self._stream.capture_info(), self._captures.device.driver
+        nodes = launched_since(driver, before, info.dependencies, driver.graph_edges(info.graph))
+        wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
+        return KernelNumbers(nodes, values, wide=wide)
 
 
-class Captor(Protocol):
+class _Own(Segment):
+    """A capture by ostinato, into the pool of torch's allocator (`Captures`)."""
+
+    def __init__(self, captures: Captures) -> None:
+        super().__init__(captures)
+        self._owner = Kept()
+        self._open = ExitStack()
+        self._open.enter_context(captures.allocating(self._owner))
+        self._capture = Capture(self._stream)
+        try:
+            self._capture.begin()
+        except BaseException:
+            self._open.close()
+            raise
+
+    def end(self) -> Graph | None:
+        if self.active() and not self.position():
+            self.abort()
+            return None
+        self._captures.note_streams()
+        try:
+            graph = self._capture.end()
+        finally:
+            self.abort()
+        if copies_elsewhere(graph.nodes()):
+            raise NotGraphable("it copies from or to memory of the host")
+        return self._captures.adopted(graph, self._owner)
+
+    def abort(self) -> None:
+        self._capture.abort()  # nothing to do if it has ended
+        self._open.close()
+
+    def refused(self, error: Exception) -> bool:
+        if NOT_REGISTERED in str(error):
+            self._captures.by_torch = True
+            return True
+        return False
+
+
+class _ByTorch(Segment):
+    """A capture by torch, for work that draws random numbers."""
+
+    def __init__(self, captures: Captures) -> None:
+        super().__init__(captures)
+        self._graph = captures.new_graph()
+        self._open = ExitStack()
+        captures.begin_by_torch(self._graph)
+        self._open.enter_context(captures.unseeded())
+
+    def end(self) -> Graph | None:
+        if self.active() and not self.position():
+            with warnings.catch_warnings():  # torch warns of empty graphs
+                warnings.simplefilter("ignore")
+                self.abort()
+            return None
+        captures = self._captures
+        captures.note_streams()
+        self.abort()
+        graph = adopt_graph(captures.device, self._graph, generators=captures.generators)
+        if graph.only_to_read:
+            raise NotGraphable(f"the graph cannot be replayed here: {graph.only_to_read}")
+        captures.owners.add(self._graph)
+        return graph
+
+    def abort(self) -> None:
+        try:
+            self._open.close()
+        finally:
+            ended = self._captures.end(self._graph)
+        if ended is not None:
+            raise ended
+
+
+class Captor:
     """The captures of a chain, and what is done outside of them."""
+
+    def __init__(self, captures: Captures, parts: ChainBuilder) -> None:
+        self._captures, self._parts, self._outside = captures, parts, captures.outside
+        self.relaxed = captures.device.context.relaxed
+        """Lets calls that captures forbid pass in a block."""
+        self.settle = captures.settle
+        self.graphs: list[Graph] = []
+        self._contents: list[bytes] = []
+        self._shared = [(each.address, each.end) for each in workspaces.present(captures.index)[0]]
 
     def begin(self) -> Segment:
         """Begins a capture."""
+        kind = _ByTorch if self._captures.by_torch else _Own
+        segment = kind(self._captures)
+        self._parts.begun(self._captures.beside()[1])
+        return segment
 
-    def launch(self, graph: Any, *, harmless: Works | None) -> None:
+    def launch(self, graph: Graph, *, harmless: Works | None) -> None:
         """Launches the graph of a capture (`ChainBuilder.submitted`).  The memory in `harmless` is
         that of tensors alone."""
+        self.graphs.append(graph)
+        if harmless:
+            harmless = self._with_scratch(graph, harmless)
+        self._parts.submitted(graph, self._captures.beside()[1], harmless=harmless)
+
+    def _with_scratch(self, graph: Graph, works: Works) -> Works:
+        """Adds the memory that operations use besides that of their tensors, which only their
+        nodes' words show: workspaces of cuBLAS, and other memory, of which the size is unknown."""
+        nodes, start, found = in_line(graph), 0, list[tuple[int, UsedMemory | None]]()
+        if nodes is None or len(nodes) != works[-1][0]:
+            return ()
+        memory_of = self._captures.device.driver.memory_range
+        draws: Any = graph.before_launch
+        states = [] if draws is None else [(draws.place, draws.place + draws.nbytes)]
+        for end, uses in works:
+            if uses is not None and _EVERY not in uses.reads:
+                known = UsedMemory(writes=uses.reads | uses.writes | {*states})
+                for word in words_of_nodes(nodes[start:end]).tolist():
+                    if not known.apart(UsedMemory(frozenset([(word, word + 1)]))):
+                        continue
+                    inside = [each for each in self._shared if each[0] <= word < each[1]]
+                    if inside:
+                        uses = UsedMemory(uses.reads, uses.writes | {*inside})
+                    elif 1 << 32 < word < 1 << 57 and memory_of(word) is not None:
+                        uses = None
+                        break
+            if end > start:
+                found.append((end, uses))
+            start = end
+        return found
 
     def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Makes a tensor outside of the capture under way, and keeps it with the chain."""
+        with self.relaxed(), torch.cuda.stream(self._outside):
+            made = make()
+            self._contents.append(_bytes(made.cpu()))
+        self._parts.constants.append(alias(made))  # the caller may point its own elsewhere
+        return made
 
-    def relaxed(self) -> AbstractContextManager[object]:
-        """Lets calls that captures forbid pass in a block."""
-
-    def settle(self, error: str) -> None:
-        """Clears an error that a broken capture has left pending."""
+    def written(self) -> bool:
+        """True if a copy of a CPU tensor has another content than at first."""
+        pairs = zip(self._parts.constants, self._contents, strict=True)
+        return any(_bytes(made.cpu()) != content for made, content in pairs)
 
 
 class Segments(TorchDispatchMode):  # type: ignore[misc]  # torch has no type for it
@@ -985,201 +1119,25 @@ def _arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
             yield named[each.name], written or each.name in against
 
 
-@contextmanager
-def lifted() -> Iterator[None]:
-    """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see.  It is a
-    setting of the process, and changes nothing else."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+def lifted() -> AbstractContextManager[None]:
+    """Makes `torch.tensor(…, device=…)` copy by an operation that dispatch modes see, in a block.
+    It is a setting of the process, and changes nothing else."""
+    return rules.setting(torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors, True)
 
 
-@contextmanager
-def compiled_parts(found: list[str]) -> Iterator[None]:
-    """Notes the lines that call what torch.compile has made, which under a dispatch mode runs as it
-    was written, with other kernels."""
+def compiled_parts(found: list[str]) -> AbstractContextManager[None]:
+    """Notes the lines in a block that call what torch.compile has made, which under a dispatch mode
+    runs as it was written, with other kernels."""
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     question = getattr(module, "is_fx_symbolic_tracing", None)
     if question is None:
-        yield
-        return
+        return nullcontext()
 
     def noted() -> bool:
         found.append(line_outside_torch())
         return bool(question())
 
-    module.is_fx_symbolic_tracing = noted
-    try:
-        yield
-    finally:
-        module.is_fx_symbolic_tracing = question
-
-
-class _Capture:
-    """A capture of a chain on the side stream of captures."""
-
-    def __init__(self, captures: Captures) -> None:
-        self._captures = captures
-        self._stream = captures.beside()[1]
-
-    def active(self) -> bool:
-        return self._stream.capture_info().status.name == "ACTIVE"
-
-    def position(self) -> Hashable:
-        return self._stream.capture_info().dependencies
-
-    def count(self) -> int:
-        info = self._stream.capture_info()
-        return len(self._captures.device.driver.graph_nodes(info.graph))
-
-    def refused(self, error: Exception) -> bool:
-        return False
-
-    def place(
-        self, before: Any, values: Sequence[float], tensors: Sequence[torch.Tensor]
-    ) -> NumberPlace:
-        info, driver = self._stream.capture_info(), self._captures.device.driver
-        nodes = launched_since(driver, before, info.dependencies, driver.graph_edges(info.graph))
-        wide = any(tensor.dtype in (torch.float64, torch.complex128) for tensor in tensors)
-        return KernelNumbers(nodes, values, wide=wide)
-
-
-class _Own(_Capture):
-    """A capture by ostinato, into the pool of torch's allocator (`Captures`)."""
-
-    def __init__(self, captures: Captures) -> None:
-        super().__init__(captures)
-        self._owner = Kept()
-        self._open = ExitStack()
-        self._open.enter_context(captures.allocating(self._owner))
-        self._capture = Capture(self._stream)
-        try:
-            self._capture.begin()
-        except BaseException:
-            self._open.close()
-            raise
-
-    def end(self) -> Graph | None:
-        if self.active() and not self.position():
-            self.abort()
-            return None
-        self._captures.note_streams()
-        try:
-            graph = self._capture.end()
-        finally:
-            self.abort()
-        if copies_elsewhere(graph.nodes()):
-            raise NotGraphable("it copies from or to memory of the host")
-        return self._captures.adopted(graph, self._owner)
-
-    def abort(self) -> None:
-        self._capture.abort()  # nothing to do if it has ended
-        self._open.close()
-
-    def refused(self, error: Exception) -> bool:
-        if NOT_REGISTERED in str(error):
-            self._captures.by_torch = True
-            return True
-        return False
-
-
-class _ByTorch(_Capture):
-    """A capture by torch, for work that draws random numbers."""
-
-    def __init__(self, captures: Captures) -> None:
-        super().__init__(captures)
-        self._graph = captures.new_graph()
-        self._open = ExitStack()
-        captures.begin_by_torch(self._graph)
-        self._open.enter_context(captures.unseeded())
-
-    def end(self) -> Graph | None:
-        if self.active() and not self.position():
-            with warnings.catch_warnings():  # torch warns of empty graphs
-                warnings.simplefilter("ignore")
-                self.abort()
-            return None
-        captures = self._captures
-        captures.note_streams()
-        self.abort()
-        graph = adopt_graph(captures.device, self._graph, generators=captures.generators)
-        if graph.only_to_read:
-            raise NotGraphable(f"the graph cannot be replayed here: {graph.only_to_read}")
-        captures.owners.add(self._graph)
-        return graph
-
-    def abort(self) -> None:
-        try:
-            self._open.close()
-        finally:
-            ended = self._captures.end(self._graph)
-        if ended is not None:
-            raise ended
-
-
-class _Captor:
-    """Captures on the side stream of captures (`Captor`)."""
-
-    def __init__(self, captures: Captures, parts: ChainBuilder) -> None:
-        self._captures, self._parts, self._outside = captures, parts, captures.outside
-        self.relaxed = captures.device.context.relaxed
-        self.settle = captures.settle
-        self.graphs: list[Graph] = []
-        self._contents: list[bytes] = []
-        self._shared = [(each.address, each.end) for each in workspaces.present(captures.index)[0]]
-
-    def begin(self) -> Segment:
-        kind = _ByTorch if self._captures.by_torch else _Own
-        segment = kind(self._captures)
-        self._parts.begun(self._captures.beside()[1])
-        return segment
-
-    def launch(self, graph: Graph, *, harmless: Works | None) -> None:
-        self.graphs.append(graph)
-        if harmless:
-            harmless = self._with_scratch(graph, harmless)
-        self._parts.submitted(graph, self._captures.beside()[1], harmless=harmless)
-
-    def _with_scratch(self, graph: Graph, works: Works) -> Works:
-        """Adds the memory that operations use besides that of their tensors, which only their
-        nodes' words show: workspaces of cuBLAS, and other memory, of which the size is unknown."""
-        nodes, start, found = in_line(graph), 0, list[tuple[int, UsedMemory | None]]()
-        if nodes is None or len(nodes) != works[-1][0]:
-            return ()
-        memory_of = self._captures.device.driver.memory_range
-        draws: Any = graph.before_launch
-        states = [] if draws is None else [(draws.place, draws.place + draws.nbytes)]
-        for end, uses in works:
-            if uses is not None and _EVERY not in uses.reads:
-                known = UsedMemory(writes=uses.reads | uses.writes | {*states})
-                for word in words_of_nodes(nodes[start:end]).tolist():
-                    if not known.apart(UsedMemory(frozenset([(word, word + 1)]))):
-                        continue
-                    inside = [each for each in self._shared if each[0] <= word < each[1]]
-                    if inside:
-                        uses = UsedMemory(uses.reads, uses.writes | {*inside})
-                    elif 1 << 32 < word < 1 << 57 and memory_of(word) is not None:
-                        uses = None
-                        break
-            if end > start:
-                found.append((end, uses))
-            start = end
-        return found
-
-    def fixed(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self.relaxed(), torch.cuda.stream(self._outside):
-            made = make()
-            self._contents.append(_bytes(made.cpu()))
-        self._parts.constants.append(alias(made))  # the caller may point its own elsewhere
-        return made
-
-    def written(self) -> bool:
-        """True if a copy of a CPU tensor has another content than at first."""
-        pairs = zip(self._parts.constants, self._contents, strict=True)
-        return any(_bytes(made.cpu()) != content for made, content in pairs)
+    return rules.replaced({(module, "is_fx_symbolic_tracing"): noted})
 
 
 def run_chain(
@@ -1196,7 +1154,7 @@ def run_chain(
         plans, pool = watch(), captures.pool
         captures.note_unseen()
         current = torch.cuda.current_stream(captures.index)
-        captor = _Captor(captures, parts)
+        captor = Captor(captures, parts)
         compiled: list[str] = []
         events = FollowedEvents()
         where = torch.device("cuda", captures.index)
