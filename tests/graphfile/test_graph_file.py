@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,24 +124,6 @@ def test_a_loaded_graph_does_the_same_elsewhere(desk: Desk, work: Work) -> None:
     assert desk.result(loaded, [0, -5, 7]) == [10, 10, 44]
     assert loaded.manifest().checked
     assert loaded.manifest().proofs() == {"signature": 4, "field": 2}
-
-
-@pytest.mark.fresh_check
-def test_a_process_that_has_nothing_of_the_first_runs_it(desk: Desk, work: Work) -> None:
-    work.save()
-    program = (
-        "import sys, ostinato as ost\n"
-        "with ost.open_device('host') as device:\n"
-        "    stream = device.create_stream()\n"
-        "    loaded = ost.graphfile.load(device, sys.argv[1])\n"
-        "    loaded.inputs['x'].set([5, 6, 7], stream)\n"
-        "    loaded.instantiate().launch(stream)\n"
-        "    print(loaded.outputs['y'].to_numpy(stream).tolist())\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-c", program, str(desk.path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[20, 32, 44]"
 
 
 def test_a_loaded_graph_is_patched_rebound_and_shown(desk: Desk, work: Work) -> None:
