@@ -153,26 +153,6 @@ def test_rebind_moves_every_pointer_and_reports_it(sums: Sum, device: Device) ->
     np.testing.assert_array_equal(out.to_numpy(sums.stream), expected)
 
 
-def test_rebind_swaps_two_buffers_at_once(sums: Sum) -> None:
-    report = sums.run.rebind({sums.a: sums.b, sums.b: sums.a})
-    assert len(report.words) == 2
-    np.testing.assert_array_equal(sums.result(), sums.expected)
-
-
-def test_rebind_keeps_the_offset(device: Device, stream: ost.Stream) -> None:
-    x = device.array(np.arange(20, dtype=np.float32))
-    with ost.capture(stream) as capture:
-        ost.launch(stream, kernel(device, "scale"), config(10), x.view(40, 10), 10)
-    run = capture.graph.instantiate()
-    y = device.array(np.arange(20, dtype=np.float32))
-    run.rebind({x: y})
-    run.launch(stream)
-    expected = np.arange(20, dtype=np.float32)
-    np.testing.assert_array_equal(x.to_numpy(stream), expected)
-    expected[10:] *= 2
-    np.testing.assert_array_equal(y.to_numpy(stream), expected)
-
-
 def test_update_equals_a_new_executable(sums: Sum, device: Device, stream: ost.Stream) -> None:
     with ost.capture(stream) as capture:
         ost.fill(stream, sums.out, 0)
