@@ -2,13 +2,12 @@
 
     manifest.json           see `format`
     manifest.sha256         digest of manifest.json
-    content/<digest>        a kernel image, a constant, an input or a result of the check, under the
-                            SHA-256 of its bytes
+    content/<digest>        a kernel image, a constant or an input, under the SHA-256 of its bytes
 
-Several graphs can share a folder that holds images, constants and inputs, each once and named by
-digest; results are then stored as digests only.  All bytes read are compared with their digests.
-Files are read only if they belong to this user and no other user may write them, because a graph
-file is a program.
+Of the results of the check there are the digests only.  Several graphs can share a folder that
+holds images, constants and inputs, each once and named by digest.  All bytes read are compared with
+their digests.  Files are read only if they belong to this user and no other user may write them,
+because a graph file is a program.
 """
 
 from __future__ import annotations
@@ -74,10 +73,6 @@ class Contents:
         if digest is None:
             raise GraphFileError(f"the content of {name!r} is not in it; save it again")
         return np.frombuffer(self._content(digest, f"the content of {name!r}"), np.uint8)
-
-    def has_content(self, name: str) -> bool:
-        """True if the file itself holds a tensor, not only its digest."""
-        return _CONTENT + self.manifest.tensors[name] in self._entries
 
     def _content(self, digest: str, what: str) -> bytes:
         entry = self._entries.get(_CONTENT + digest)
@@ -208,7 +203,7 @@ def write_file(
     manifest = replace(manifest, tensors=digests)
     contents = {digest: memoryview(data) for digest, data in code.items()}
     for name, array in tensors.items():
-        if folder is None or not name.startswith("results/"):
+        if not name.startswith("results/"):
             contents[digests[name]] = tensor_bytes(array).data
     temporary = temporary_beside(path)
     try:
