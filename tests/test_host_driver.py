@@ -499,15 +499,6 @@ def test_freeing_waits_for_the_device(rig: Rig) -> None:
 # --- capture
 
 
-def test_legacy_work_passes_by_a_capture(rig: Rig) -> None:
-    """Streams of the seam do not wait for the legacy stream: CUDA lets such work pass, too."""
-    driver, x = rig.driver, rig.zeros(4)
-    driver.stream_begin_capture(rig.stream, CaptureMode.GLOBAL)
-    rig.launch("fill", x, 1.0, 4, stream=StreamHandle(0))
-    graph = driver.stream_end_capture(rig.stream)
-    assert driver.graph_nodes(graph) == ()
-
-
 def test_modules_are_loaded_before_a_capture(rig: Rig) -> None:
     driver = rig.driver
     driver.stream_begin_capture(rig.stream, CaptureMode.THREAD_LOCAL)

@@ -194,6 +194,11 @@ class Rig:
         self._ends.append(lambda: self.driver.graph_destroy(made))
         return made
 
+    def end_capture(self, stream: StreamHandle | None = None) -> GraphHandle:
+        made = self.driver.stream_end_capture(self.stream if stream is None else stream)
+        self._ends.append(lambda: self.driver.graph_destroy(made))
+        return made
+
     def instantiate(self, graph: GraphHandle, *flags: InstantiateFlags) -> ExecHandle:
         made = self.driver.graph_instantiate(graph, *flags)
         self._ends.append(lambda: self.driver.exec_destroy(made))

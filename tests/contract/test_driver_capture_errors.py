@@ -14,7 +14,6 @@ from ostinato.driver.api import (
     CaptureMode,
     CaptureStatus,
     EventHandle,
-    GraphHandle,
     LaunchConfig,
     StreamHandle,
 )
@@ -94,10 +93,9 @@ def assert_sound(rig: Rig, stream: StreamHandle | None = None) -> None:
     assert driver.stream_capture_info(stream).status == CaptureStatus.NONE
     driver.stream_begin_capture(stream, LOCAL)
     rig.launch("fill", x, 8.0, 2, stream=stream)
-    graph = driver.stream_end_capture(stream)
+    graph = rig.end_capture(stream)
     rig.run(graph)
     assert rig.values(x, 2) == [8.0] * 2
-    driver.graph_destroy(graph)
 
 
 def directly(call: Callable[[], object]) -> DriverError | None:
@@ -127,7 +125,7 @@ def test_forbidden_calls_break_the_captures_that_forbid_them(
     if harmed:
         assert_broken_then_sound(rig)
     else:
-        rig.driver.graph_destroy(rig.driver.stream_end_capture(rig.stream))
+        rig.end_capture()
 
 
 @pytest.mark.parametrize("mode", [LOCAL, GLOBAL])
@@ -136,7 +134,7 @@ def test_harmless_calls_are_allowed(rig: Rig, things: Things, call: str, mode: C
     rig.driver.stream_begin_capture(rig.stream, mode)
     rig.launch("nothing")
     ALLOWED[call](things)
-    rig.driver.graph_destroy(rig.driver.stream_end_capture(rig.stream))
+    rig.end_capture()
 
 
 def test_unloading_a_module_breaks_the_capture(rig: Rig) -> None:
@@ -207,7 +205,7 @@ def test_begin_and_end_in_the_wrong_state(rig: Rig) -> None:
     driver.stream_begin_capture(rig.stream, LOCAL)
     with refused(Status.ILLEGAL_STATE):
         driver.stream_begin_capture(rig.stream, LOCAL)
-    driver.graph_destroy(driver.stream_end_capture(rig.stream))  # that did it no harm
+    rig.end_capture()  # that did it no harm
     with pytest.raises(StreamCaptureError):
         driver.stream_begin_capture(StreamHandle(0), LOCAL)
 
@@ -319,7 +317,7 @@ def test_captured_events_have_no_state(rig: Rig) -> None:
     driver.event_record(capturing, rig.stream)
     with refused(Status.CAPTURED_EVENT):
         driver.event_elapsed(timed, capturing)
-    driver.graph_destroy(driver.stream_end_capture(rig.stream))
+    rig.end_capture()
 
 
 def test_events_of_captures_that_ended_are_of_no_use(rig: Rig) -> None:
@@ -328,7 +326,7 @@ def test_events_of_captures_that_ended_are_of_no_use(rig: Rig) -> None:
     driver.stream_begin_capture(rig.stream, LOCAL)
     rig.launch("nothing")
     driver.event_record(event, rig.stream)
-    graph: GraphHandle = driver.stream_end_capture(rig.stream)
+    rig.end_capture()
     with pytest.raises(DriverError):
         driver.event_query(event)
     with pytest.raises(DriverError):
@@ -338,7 +336,6 @@ def test_events_of_captures_that_ended_are_of_no_use(rig: Rig) -> None:
     driver.event_record(event, other)  # until recorded again
     driver.event_synchronize(event)
     assert driver.event_query(event)
-    driver.graph_destroy(graph)
 
 
 def test_the_legacy_stream_cannot_join(rig: Rig) -> None:
@@ -406,10 +403,9 @@ def test_the_legacy_stream_breaks_a_blocking_streams_capture(
     driver.stream_synchronize(LEGACY)
     driver.stream_begin_capture(stream, mode)
     rig.launch("fill", x, 2.0, 4, stream=stream)
-    graph = driver.stream_end_capture(stream)
+    graph = rig.end_capture(stream)
     rig.run(graph)
     assert rig.values(x, 4) == [2.0] * 4
-    driver.graph_destroy(graph)
 
 
 @pytest.mark.parametrize("thread", ["own", "other"])
@@ -428,14 +424,13 @@ def test_the_legacy_stream_passes_by_another_streams_capture(
     else:
         with ThreadPoolExecutor(1) as others:
             others.submit(ON_LEGACY[what], rig, x, event).result()
-    graph = driver.stream_end_capture(rig.stream)
+    graph = rig.end_capture()
     assert len(driver.graph_nodes(graph)) == 1
     driver.stream_synchronize(LEGACY)
     expected = 0.0 if what in ("fill", "kernel") else 1.0
     assert rig.values(x, 4) == [expected] * 4
     rig.run(graph)
     assert rig.values(x, 4) == [3 * expected] * 4
-    driver.graph_destroy(graph)
 
 
 def test_blocking_streams_and_the_legacy_stream_wait_for_each_other(rig: Rig) -> None:

@@ -66,15 +66,6 @@ def test_nodes_in_order_with_their_kinds(rig: Rig, graph: GraphHandle) -> None:
     assert driver.node_params(nodes[7]) == made[7][0]
 
 
-def test_a_graph_runs_in_dependency_order(rig: Rig, graph: GraphHandle) -> None:
-    driver, notes, cursor = rig.driver, rig.zeros(8, np.uint32), rig.zeros(1, np.uint32)
-    nodes = [rig.add(graph, (), "note", notes, cursor, number) for number in range(5)]
-    for late, early in ((0, 3), (3, 1), (1, 4), (4, 2)):
-        driver.graph_add_edges(graph, [Edge(nodes[early], nodes[late])])
-    rig.run(graph)
-    assert rig.values(notes, 5, np.uint32) == [2, 4, 1, 3, 0]
-
-
 def test_many_kernels_at_once(rig: Rig, graph: GraphHandle) -> None:
     driver, notes, cursor = rig.driver, rig.zeros(8, np.uint32), rig.zeros(1, np.uint32)
     made = [rig.params("note", notes, cursor, number) for number in range(5)]

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from ostinato.errors import (
     InputError,
     NotCapturingError,
     PoolSealedError,
-    Status,
 )
 from ostinato.testing import FaultyDriver
 from tests.sources import config, kernel, preload
@@ -135,22 +133,6 @@ def test_nested_capture_is_refused_and_the_outer_goes_on(
     assert (x.to_numpy(stream) == 3).all()
 
 
-def test_fork_and_join(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
-    other = device.create_stream()
-    y = device.zeros(1000, np.float32)
-    with ost.capture(stream) as capture:
-        other.wait(stream.record())
-        ost.fill(stream, x, 1)
-        ost.fill(other, y, 2)
-        stream.wait(other.record())
-        ost.launch(stream, kernel(device, "add"), config(1000), x, y, x, 1000)
-    graph = capture.graph
-    assert len(graph) == 3
-    assert len(graph.edges()) == 2
-    graph.instantiate().launch(stream)
-    assert (x.to_numpy(stream) == 3).all()
-
-
 def test_sealed_pool_is_refused_before_it_begins(device: Device, stream: ost.Stream) -> None:
     pool = device.pool(reserve=4096, name="weights")
     with ost.capture(stream, pool=pool) as capture:
@@ -230,19 +212,6 @@ def test_another_thread_destroys_nothing_in_a_global_capture(
     assert device.context.retired == 0
 
 
-def test_what_is_captured_into_a_graph_comes_after_it(
-    device: Device, stream: ost.Stream, x: ost.Buffer
-) -> None:
-    y = device.zeros(len(x), x.dtype)
-    graph = ost.capture_function(stream, lambda: ost.fill(stream, y, 1))
-    with ost.capture(stream, into=graph):
-        ost.copy(stream, x, y)
-    first, second = graph.nodes()
-    assert [(edge.source, edge.target) for edge in graph.edges()] == [(first.handle, second.handle)]
-    graph.instantiate().launch(stream)
-    assert (x.to_numpy(stream) == 1).all()
-
-
 @pytest.mark.parametrize("many", [3, 100])
 def test_garbage_collected_in_a_capture_does_not_break_it(
     device: Device, stream: ost.Stream, x: ost.Buffer, many: int
@@ -263,36 +232,6 @@ def test_garbage_collected_in_a_capture_does_not_break_it(
     capture.graph.instantiate().launch(stream)
     assert (x.to_numpy(stream) == 2).all()
     assert device.context.collect() == 0
-
-
-def test_end_instantiate_and_upload_fail_apart(host_device: Device) -> None:
-    faults = FaultyDriver(host_device.driver)
-    device = preload(Device(faults))
-    stream, x = device.create_stream(), device.zeros(10, np.float32)
-    graph = ost.capture_function(stream, lambda: ost.fill(stream, x, 1))
-    faults.fail("graph_instantiate", status=Status.OUT_OF_MEMORY)
-    with pytest.raises(ost.OstinatoError, match="instantiating the graph failed"):
-        graph.instantiate(upload=stream)
-    faults.fail("exec_upload", status=Status.OUT_OF_MEMORY)
-    with pytest.raises(ost.OstinatoError, match="exec_upload"):
-        graph.instantiate(upload=stream)
-    assert device.context.collect() == 0  # the executable that could not be uploaded is gone
-    graph.instantiate(upload=stream).launch(stream)
-    assert (x.to_numpy(stream) == 1).all()
-
-
-@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-def test_modes(device: Device, stream: ost.Stream, x: ost.Buffer, mode: Any) -> None:
-    with ost.capture(stream, mode=mode) as capture:
-        ost.fill(stream, x, 4)
-    capture.graph.instantiate().launch(stream)
-    assert (x.to_numpy(stream) == 4).all()
-
-
-def test_nodes_know_their_line(device: Device, stream: ost.Stream, x: ost.Buffer) -> None:
-    with ost.capture(stream) as capture:
-        ost.fill(stream, x, 4)  # this line
-    assert "this line" in (capture.graph.node(0).location or "")
 
 
 @pytest.mark.parametrize("how", ["raised", "refused", "dropped"])

@@ -109,12 +109,6 @@ def test_an_insertion_among_launches_of_one_kernel(device: Device, x: ost.Buffer
     assert not found.changed
 
 
-def test_a_layer_less(device: Device, x: ost.Buffer) -> None:
-    found = chain(device, x, LAYERS).diff(chain(device, x, LAYERS[3:]))
-    assert len(found.removed) == 3
-    assert not found.added and not found.changed
-
-
 def test_another_kernel_in_the_same_place(device: Device, x: ost.Buffer) -> None:
     a = chain(device, x, [Step(), Step("scale"), Step()])
     b = chain(device, x, [Step(), Step("add"), Step()])

@@ -7,7 +7,6 @@ in tests/test_cuda_calls.py.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +89,6 @@ def graph_of(device: Device, count: Any) -> ost.Graph:
         made.add_kernel(increment, config(1), count, 1, after=[semaphore])
     graph.add_child(inner, after=[graph.nodes()[1]])
     return graph
-
-
-def test_a_semaphore_is_shown(device: Device, kind: NodeKind) -> None:
-    graph, word = graph_of(device, device.zeros(1, np.int32)), kind.name.lower()
-    first, second, child = graph.nodes()
-    inside = child.children[0][0]
-    assert [node.index for node in graph.nodes()] == [0, 1, 2]
-    for node in (first, inside):
-        assert (node.kind, node.name, node.params) == (kind, word, OPAQUE)
-        assert tuple(node.arguments) == ()
-    assert {(edge.source, edge.target) for edge in graph.edges()} == {
-        (first.handle, second.handle),
-        (second.handle, child.handle),
-    }
-    head, *lines = str(graph).splitlines()
-    assert f"2 {word.replace('_', ' ')}, 2 kernel, 1 child graph" in head
-    assert sum(word in line for line in lines) == 2
-    shown = json.loads(json.dumps(graph.to_dict()))["nodes"]
-    assert (shown[0]["kind"], shown[0]["params"]) == (word, {"why": OPAQUE.why})
-    for picture in (graph.to_dot(), graph.to_svg()):
-        assert picture.count(word.replace("_", " ")) + picture.count(word) >= 2
 
 
 def test_a_semaphore_is_compared(device: Device, reader: Reader) -> None:

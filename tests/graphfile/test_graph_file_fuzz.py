@@ -9,21 +9,25 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import io
 import json
-import random
 import warnings
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.driver.host.driver import HostDriver
-from ostinato.errors import ContextPoisonedError, GraphFileError
+from ostinato.errors import GraphFileError
 from ostinato.graphfile.container import open_file
+from ostinato.graphfile.format import parse
 from tests.graphfile.file_kernels import ONE, add, affine, choose, kernel, packed
 
 MEMORY = 1 << 20
@@ -58,47 +62,53 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-def manifest_of(data: bytes, folder: Path) -> dict[str, Any]:
-    path = folder / "read.graph"
-    path.write_bytes(data)
-    with zipfile.ZipFile(path) as archive:
+def manifest_of(data: bytes) -> dict[str, Any]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         found: dict[str, Any] = json.loads(archive.read("manifest.json"))
         return found
 
 
-def signed(data: bytes, manifest: object, folder: Path) -> bytes:
+def signed(data: bytes, manifest: object) -> bytes:
     """The file with another manifest, and its digest."""
-    source, path = folder / "from.graph", folder / "to.graph"
-    source.write_bytes(data)
     raw = json.dumps(manifest).encode()
     new = {"manifest.json": raw, "manifest.sha256": hashlib.sha256(raw).hexdigest().encode()}
-    with zipfile.ZipFile(source) as old, zipfile.ZipFile(path, "w") as archive:
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w") as archive:
         for name in old.namelist():
             archive.writestr(name, new.get(name, old.read(name)))
-    return path.read_bytes()
+    return made.getvalue()
 
 
-def outcome(device: Device, data: bytes, folder: Path) -> str:
-    """ "loaded", or the error's text.  Any other exception leaves this function."""
-    path = folder / "one.graph"
+def written(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     path.chmod(0o600)
-    try:
-        loaded = ost.graphfile.load(device, path)
-    except GraphFileError as error:
-        return str(error)
-    try:
-        assert str(loaded)
-        loaded.instantiate().close()
-    except ost.OstinatoError as error:
-        assert not isinstance(error, ContextPoisonedError)  # nothing ran
-    loaded.close()
-    return "loaded"
+    return path
 
 
-# ------------------------------------------------------------------------------ changes at random
+def manifest_read(data: bytes, folder: Path) -> bytes:
+    """What is loaded; empty if it is refused with an error that names the file.  Other exceptions
+    leave this function."""
+    path = written(folder / "one.graph", data)
+    with Device(HostDriver(total_memory=MEMORY)) as device:
+        before = device.memory_info()
+        try:
+            loaded = ost.graphfile.load(device, path)
+        except GraphFileError as error:
+            assert str(path) in str(error)
+        else:
+            with suppress(ost.OstinatoError):
+                assert str(loaded)
+                loaded.instantiate().close()
+            device.synchronize()  # nothing ran, so nothing can have ended the context
+            return loaded.raw
+        device.synchronize()
+        assert device.memory_info() == before  # nothing is left behind
+        return b""
 
-VALUES: tuple[Any, ...] = (
+
+# -------------------------------------------------------------------------------------- any damage
+
+VALUES = (
     *(0, 1, -1, 7, 8, 255, 256, 1 << 20, 1 << 31, 1 << 40, 1 << 63, 1 << 64, 10**30),
     *(None, True, False, 0.5, "", "x", "moved", "kernel", "memcpy", "os:system", [], {}, [[]]),
     *("__import__('os')", "O", "<i4", "a:b", "antigravity", "tests.graphfile.file_kernels:add"),
@@ -109,13 +119,10 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The place of everything in a manifest."""
     if path:
         yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if _list(value) else ()
+    is_list = isinstance(value, list)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if is_list else ()
     for key, inner in items:
         yield from places(inner, (*path, key))
-
-
-def _list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
@@ -124,88 +131,88 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def change(manifest: Any, rng: random.Random) -> None:
-    """One change at a random place."""
-    every = list(places(manifest))
-    path = rng.choice(every)
-    holder, key = at(manifest, path[:-1]), path[-1]
-    match rng.randrange(6):
-        case 0:
-            del holder[key]
-        case 1:
-            holder[key] = rng.choice(VALUES)
-        case 2:
-            holder[key] = copy.deepcopy(at(manifest, rng.choice(every)))  # from elsewhere
-        case 3 if isinstance(holder, list):
-            holder.insert(key, copy.deepcopy(holder[key]))
-        case 4 if isinstance(holder[key], int):
-            holder[key] += rng.choice((-8, -1, 1, 4, 8, 1 << 16))
-        case _ if isinstance(holder, dict):
-            holder[rng.choice(("node", "kind", "extra", "pointers", "inner"))] = rng.choice(VALUES)
+def test_every_value_has_its_type_and_bounds(sound: bytes) -> None:
+    """Numbers that no field takes, other types, and a missing or an unknown key: the error names
+    the key."""
+    manifest = manifest_of(sound)
+    for path in places(manifest):
+        value, key = at(manifest, path), path[-1]
+        named = next(part for part in reversed(path) if isinstance(part, str))
+        for bad in (1 << 64, -1 << 64, 0.5, 7 if isinstance(value, str | list | dict) else "x"):
+            with replaced(manifest, path, bad), pytest.raises(GraphFileError) as caught:
+                parse(manifest)
+            assert named.partition("/")[0] in str(caught.value)
+        if isinstance(value, dict):
+            with replaced(manifest, path, value | {"extra": 0}), pytest.raises(GraphFileError):
+                parse(manifest)
+        if key == named and path[0] != "tensors":
+            holder = at(manifest, path[:-1])
+            rest = {name: one for name, one in holder.items() if name != key}
+            with replaced(manifest, path[:-1], rest), pytest.raises(GraphFileError, match=key):
+                parse(rest if len(path) == 1 else manifest)
 
 
-def fuzz(data: bytes, folder: Path, count: int, seed: int) -> dict[str, int]:
-    rng = random.Random(seed)
-    outcomes = {"loaded": 0, "refused": 0}
-    sound = manifest_of(data, folder)
-    device = Device(HostDriver(total_memory=MEMORY))
-    for _ in range(count):
-        if rng.random() < 0.7:
-            manifest = json.loads(json.dumps(sound))
-            for _ in range(rng.choice((1, 1, 1, 2, 5))):
-                change(manifest, rng)
-            bad = signed(data, manifest, folder)
-        else:
-            bad = mangled(data, rng)
-        found = outcome(device, bad, folder)
-        outcomes["loaded" if found == "loaded" else "refused"] += 1
-    free, total = device.memory_info()
-    device.synchronize()  # also: the context is sound
-    device.close()
-    assert total == MEMORY and free > 0
-    return outcomes
+@contextmanager
+def replaced(manifest: Any, path: tuple[Any, ...], value: object) -> Iterator[None]:
+    if not path:
+        yield
+        return
+    holder = at(manifest, path[:-1])
+    before, holder[path[-1]] = holder[path[-1]], value
+    yield
+    holder[path[-1]] = before
 
 
-def mangled(data: bytes, rng: random.Random) -> bytes:
-    """Bytes changed, cut out or put in."""
-    raw = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        where = rng.randrange(len(raw))
-        match rng.randrange(4):
-            case 0:
-                raw[where] ^= 1 << rng.randrange(8)
-            case 1:
-                del raw[where : where + rng.randrange(1, 64)]
-            case 2:
-                raw[where:where] = rng.randbytes(rng.randrange(1, 16))
+@st.composite
+def changed(draw: st.DrawFn, sound: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with changes at places of any kind."""
+    manifest: dict[str, Any] = copy.deepcopy(sound)
+    for _ in range(draw(st.sampled_from((1, 1, 1, 2, 5)))):
+        every = [*places(manifest)]
+        path = draw(st.sampled_from(every))
+        holder, key = at(manifest, path[:-1]), path[-1]
+        elsewhere = st.sampled_from(every).map(lambda other: at(manifest, other))
+        steps = (-8, -1, 1, 4, 8) if type(holder[key]) is int else ()
+        values = (*VALUES, *[holder[key] + step for step in steps] * 4)
+        new = copy.deepcopy(draw(st.sampled_from(values) | elsewhere))
+        match draw(st.sampled_from(("set", "set", "remove", "insert"))):
+            case "remove":
+                del holder[key]
+            case "insert" if isinstance(holder, list):
+                holder.insert(key, new)
+            case "insert":
+                holder[draw(st.sampled_from(("node", "extra", "pointers", "inner")))] = new
             case _:
-                del raw[where:]
-        if not raw:
-            break
-    return bytes(raw)
+                holder[key] = new
+    return manifest
 
 
-def test_damaged_files_are_refused_or_harmless(sound: bytes, tmp_path: Path) -> None:
-    outcomes = fuzz(sound, tmp_path, 150, seed=1)
-    assert outcomes["refused"] > 75 and outcomes["loaded"] > 1, outcomes
+many = settings(
+    max_examples=4 * settings().max_examples,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 
-@pytest.mark.slow
-def test_ten_thousand_damaged_files(sound: bytes, tmp_path: Path) -> None:
-    outcomes = fuzz(sound, tmp_path, 10_000, seed=2)
-    assert outcomes["refused"] > 5_000, outcomes
+@many
+@given(st.data())
+def test_manifests_that_were_changed_are_refused_or_harmless(
+    sound: bytes, tmp_path: Path, data: st.DataObject
+) -> None:
+    manifest_read(signed(sound, data.draw(changed(manifest_of(sound)))), tmp_path)
 
 
-def test_no_byte_of_a_file_can_change_what_it_does(sound: bytes, tmp_path: Path) -> None:
-    """A changed byte is refused, or it is one of the zip's that mean nothing here."""
-    wanted = manifest_of(sound, tmp_path)
-    rng = random.Random(3)
-    with Device(HostDriver(total_memory=MEMORY)) as device:
-        for where in rng.sample(range(len(sound)), 150):
-            raw = bytearray(sound)
-            raw[where] ^= 1 << rng.randrange(8)
-            if outcome(device, bytes(raw), tmp_path) == "loaded":
-                assert manifest_of(bytes(raw), tmp_path) == wanted
+@many
+@given(st.data())
+def test_no_byte_of_a_file_can_change_what_it_does(
+    sound: bytes, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Bytes that are changed, cut out or put in are refused, or mean nothing in a zip."""
+    raw = bytearray(sound)
+    for _ in range(data.draw(st.integers(1, 4))):
+        first = data.draw(st.integers(0, len(raw)))
+        raw[first : first + data.draw(st.integers(0, 64))] = data.draw(st.binary(max_size=16))
+    if read := manifest_read(bytes(raw), tmp_path):
+        assert json.loads(read) == manifest_of(sound)
 
 
 # ---------------------------------------------------------------------------------- one by one
@@ -284,56 +291,29 @@ COPY = {
     "width": 1 << 20,
     "pointers": [["dst", 0, 0, "field"], ["src", 0, 0, "field"]],
 }
-OTHER_KERNEL = "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel"
 HOSTILE: dict[str, tuple[Any, str]] = {
     "a newer format": (put("version", 2), "format 2; this release reads 1"),
     "another format": (put("format", "zip"), "no graph file"),
-    "an edge out of range": (add_edge(0, 99), "target: 99 is no whole number from 0 to"),
     "a cycle": (add_edge(1, 0), "close a cycle"),
     "an edge to itself": (add_edge(1, 1), "1 is joined to itself"),
     "an edge twice": (add_edge(0, 1), "joined twice"),
     "an edge of half": (more("graph/edges/source", 0), "another list has more or fewer"),
-    "data of an edge that is not there": (
-        more("graph/edges/data", [99, 0, 0, 0]),
-        "there is no edge 99",
-    ),
-    "an edge of no type": (
-        more("graph/edges/data", [0, 0, 0, 9]),
-        "ports or a type that are not known",
-    ),
+    "an edge of no type": (more("graph/edges/data", [0, 0, 0, 9]), "9 is no type of an edge"),
     "a word outside its arguments": (pointer("place", 4096), "a word at 4096 is outside the arg"),
     "a word across two arguments": (pointer("place", 12), "a word at 12 is outside"),
     "two words at one place": (twice, "two words are at one place"),
     "a pointer out of its block": (pointer("into", 1 << 30), "points out of its block"),
     "a block that is not there": (pointer("block", 77), "block: 77 is no whole number from 0 to"),
-    "a pointer of a kernel that is not there": (
-        put(f"{WORDS}/kernel/-1", 77),
-        "kernel: 77 is no whole number from 0 to",
-    ),
     "pointers in another order": (
         lambda m: kernels(m)["pointers"]["kernel"].reverse(),
         "they are not in order",
     ),
-    "a proof that is none": (pointer("proof", 9), "proof: 9 is no whole number from 0 to"),
-    "a number below zero": (pointer("into", -1), "into: -1 is no whole number"),
-    "a number that fits no word": (pointer("into", 1 << 64), "into: 18446744073709551616 is no"),
-    "half a number": (pointer("place", 0.5), "place: 0.5 is"),
     "arguments that are too few": (put(f"{KERNELS}/size/0", 8), "the function takes more bytes"),
-    "arguments without bytes": (
-        lambda m: kernels(m).update(data=kernels(m)["data"][:-16]),
-        "bytes, and .* belong here",
-    ),
-    "arguments of no digits": (
-        lambda m: kernels(m).update(data="x" * len(kernels(m)["data"])),
-        "are no hexadecimal digits",
-    ),
-    "a function that is not there": (
-        put(f"{KERNELS}/function/0", 99),
-        "function: 99 is no whole number from 0 to",
-    ),
+    "arguments without bytes": (put(f"{KERNELS}/data", "00" * 8), "bytes, and .* belong here"),
+    "arguments of no digits": (put(f"{KERNELS}/data", "x"), "are no hexadecimal digits"),
     "a condition of no kernel": (
         more(f"{KERNELS}/conditions", [99, 0, 0]),
-        "there is no such kernel or condition",
+        "conditions: 99 is no whole number from 0 to",
     ),
     "a condition in the place of an address": (
         lambda m: kernels(m)["conditions"].append([0, kernels(m)["pointers"]["place"][0], 0]),
@@ -344,83 +324,45 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["graph"]["nodes"][1].update(at=m["graph"]["nodes"][0]["at"]),
         "at: .* is no whole number",
     ),
-    "a node behind the last": (put("graph/nodes/-1/at", 99), "at: 99 is no whole number"),
     "a block without bytes": (put("blocks/nbytes/0", 0), "block 0 has none"),
     "an alloc node of two blocks": (
         lambda m: m["blocks"]["alloc"].append([0, m["blocks"]["alloc"][0][1]]),
         "alloc nodes and the blocks|memory of an alloc node",
     ),
-    "two buffers of one name": (
-        lambda m: m["buffers"]["name"].__setitem__(1, m["buffers"]["name"][0]),
-        "two have one name",
-    ),
-    "a buffer of half": (more("buffers/name", "z"), "more or fewer entries"),
-    "a buffer that overlaps the end of its block": (
-        put("buffers/into/0", 4),
-        "8 bytes at 4 reach out of block",
-    ),
+    "two buffers of one name": (put("buffers/name/1", "x"), "two have one name"),
+    "a buffer of half": (more("buffers/name", "z"), "other columns have more or fewer"),
+    "a buffer that leaves its block": (put("buffers/into/0", 4), "8 bytes at 4 reach out of block"),
     "more memory than there is": (put("blocks/nbytes/0", 1 << 40), "and .* are free"),
-    "more nodes than a graph has": (put("graph/nodes", [{}] * 5), "is missing"),
     "graphs inside graphs": (deep, "33 deep"),
     "Python objects": (put("buffers/dtype/0", "O"), "no type of plain numbers"),
     "a huge shape": (put("buffers/shape/0", [1 << 40] * 30), "reach out"),
     "another kernel": (
         put("functions/0/target", "tests.graphfile.file_kernels:add"),
-        OTHER_KERNEL,
+        "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel",
     ),
-    "a function that is no kernel": (
-        put("functions/0/target", "os:system"),
-        "os:system is no kernel of the host",
-    ),
+    "no kernel": (put("functions/0/target", "os:system"), "os:system is no kernel of the host"),
     "an expression": (put("functions/0/target", "os:system('true')"), "no place of a kernel"),
     "a signature of other parameters": (
         put("functions/0/signature", "all: bytes[100000]"),
         "signature: it does not say where the parameters are",
     ),
-    "an address without effect": (
-        put(f"{KERNELS}/unused", [[0, 12, 2]]),
-        "2 bytes at 12 are no free bytes",
-    ),
+    "an address without effect": (put(f"{KERNELS}/unused", [[0, 12, 2]]), "2 bytes at 12 are no"),
     "bytes without effect beyond the arguments": (
         put(f"{KERNELS}/unused", [[0, 0, 1], [0, 4000, 1]]),
         "1 bytes at 4000 are no free bytes",
     ),
-    "bytes without effect of a kernel that is not there": (
-        put(f"{KERNELS}/unused", [[99, 0, 1]]),
-        "1 bytes at 0 are no free bytes of kernel 99",
-    ),
-    "what nothing is known of": (
-        lambda m: last(m, {"name": "e", "kind": "empty", "unused": [[0, 1]]}),
-        "'unused': this release knows no such entry",
-    ),
     "code of another driver": (put("functions/0/kind", "cubin"), "does not run its code"),
-    "a launch that is not there": (
-        put(f"{KERNELS}/launch/0", 99),
-        "launch: 99 is no whole number from 0 to",
-    ),
-    "a launch of no blocks": (put("launches/0/grid", [0, 1, 1]), "0 is no whole number from 1"),
-    "a cluster of text": (put("launches/0/cluster", "2"), "cluster: '2' is no list of 3"),
-    "a look that is none": (
-        put("buffers/look/0", ["<i4", [-1], None]),
-        "look: -1 is no whole number",
-    ),
     "a type of a look that is code": (
         put("buffers/look/0", ["__import__('os')", [2], None]),
         "is no type of an array",
     ),
     "content of no buffer": (put("tensors", {"inputs/z": "0" * 64}), "'inputs/z' is of no buffer"),
-    "content under another's digest": (
+    "content of something else": (
         lambda m: m["tensors"].update({"inputs/x": m["tensors"]["constants/w"]}),
-        "the content of 'inputs/x' is not what its digest says",
+        "what 'x' is to hold has 4 bytes, and the graph was captured with 8",
     ),
-    "content under no digest": (
-        put("tensors", {"inputs/x": "../../secret"}),
-        "is no SHA-256 digest",
-    ),
-    "an input without content": (
-        lambda m: m["tensors"].pop("inputs/x"),
-        "the content of 'inputs/x' is not in it",
-    ),
+    "content of no digest": (put("tensors", {"inputs/x": "../../secret"}), "no SHA-256 digest"),
+    "an input without content": (put("tensors", {}), "the content of 'inputs/x' is not in it"),
     "a copy of more than its blocks have": (lambda m: last(m, COPY), "leave block"),
 }
 
@@ -430,29 +372,22 @@ def test_hostile_manifests_are_refused_with_the_reason(
     name: str, sound: bytes, tmp_path: Path
 ) -> None:
     harm, why = HOSTILE[name]
-    manifest = manifest_of(sound, tmp_path)
+    manifest = manifest_of(sound)
     harm(manifest)
-    path = tmp_path / "hostile.graph"
-    path.write_bytes(signed(sound, manifest, tmp_path))
-    path.chmod(0o600)
-    with Device(HostDriver(total_memory=MEMORY)) as device:
-        before = device.memory_info()
-        with pytest.raises(GraphFileError, match=why) as caught:
-            ost.graphfile.load(device, path)
-        assert str(path) in str(caught.value)
-        del caught
-        device.synchronize()
-        assert device.memory_info() == before  # nothing is left behind
+    path = written(tmp_path / "hostile.graph", signed(sound, manifest))
+    with (
+        Device(HostDriver(total_memory=MEMORY)) as device,
+        pytest.raises(GraphFileError, match=why),
+    ):
+        ost.graphfile.load(device, path)
 
 
 def test_entries_that_do_not_belong_there(sound: bytes, tmp_path: Path) -> None:
-    for name in ("../../evil", "code/short", "manifest.json"):
-        path = tmp_path / "more.graph"
-        path.write_bytes(sound)
+    for name in ("../../evil", "content/short", "manifest.json"):
+        path = written(tmp_path / "more.graph", sound)
         with zipfile.ZipFile(path, "a") as archive, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of zipfile, for the name that is there already
             archive.writestr(name, b"{}")
-        path.chmod(0o600)
         why = f"{name}' does not belong there"
         with Device(HostDriver()) as device, pytest.raises(GraphFileError, match=why):
             ost.graphfile.load(device, path)
@@ -490,26 +425,23 @@ def test_a_manifest_that_was_changed_and_signed_does_not_pass_its_check(
     graph.keep += [x, y]
     graph.add_kernel(kernel(device, packed), ONE, 0, words, 1)
     ost.graphfile.save(graph, path, inputs={"x": x}, outputs={"y": y})
-    manifest = manifest_of(path.read_bytes(), tmp_path)
+    manifest = manifest_of(path.read_bytes())
     harm(kernels(manifest))
-    path.write_bytes(signed(path.read_bytes(), manifest, tmp_path))
-    path.chmod(0o600)
+    written(path, signed(path.read_bytes(), manifest))
     with pytest.raises(GraphFileError, match=what):
         ost.graphfile.check(device, path)
 
 
 def with_code(sound: bytes, folder: Path, code: dict[str, bytes], **machine: Any) -> Path:
-    """A file whose first kernel is a cubin, with entries under code/."""
-    manifest = manifest_of(sound, folder)
+    """A file whose first kernel is a cubin, with entries under content/."""
+    manifest = manifest_of(sound)
     manifest["machine"].update(machine)
     digest = hashlib.sha256(b"first").hexdigest()
     manifest["functions"][0].update(kind="cubin", digest=digest, target="")
-    path = folder / "coded.graph"
-    path.write_bytes(signed(sound, manifest, folder))
+    path = written(folder / "coded.graph", signed(sound, manifest))
     with zipfile.ZipFile(path, "a") as archive:
         for name, data in code.items():
-            archive.writestr(f"code/{name}", data)
-    path.chmod(0o600)
+            archive.writestr(f"content/{name}", data)
     return path
 
 

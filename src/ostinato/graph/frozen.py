@@ -37,6 +37,7 @@ from ostinato.driver.api import (
 )
 from ostinato.driver.context import Context
 from ostinato.driver.location import caller_line
+from ostinato.driver.order import in_order
 from ostinato.driver.stream import Operation
 from ostinato.errors import DriverError, GraphError
 from ostinato.graph.node import Node, NodeLabel, NodeReader
@@ -414,20 +415,12 @@ def _classes(old: FrozenGraph, new: FrozenGraph, *, data: bool) -> list[_Class] 
 
 def _colours(frozen: FrozenGraph, known: dict[object, int], data: bool) -> list[int]:
     """Returns a number for each node, for its kind and everything before it."""
-    count = len(frozen.nodes)
+    count, links = len(frozen.nodes), frozen.links()
     before: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(count)]
-    after: list[list[int]] = [[] for _ in range(count)]
-    for source, target, words in frozen.links():
+    for source, target, words in links:
         before[target].append((source, words if data else ()))
-        after[source].append(target)
-    colours, waits = [0] * count, [len(sources) for sources in before]
-    ready = [index for index in range(count) if not waits[index]]
-    while ready:  # not graphlib's order, which takes twice as long
-        index = ready.pop()
+    colours = [0] * count
+    for index in in_order(count, [link[:2] for link in links]) or ():
         above = tuple(sorted((colours[source], words) for source, words in before[index]))
         colours[index] = known.setdefault((frozen.kind(index), above), len(known))
-        for target in after[index]:
-            waits[target] -= 1
-            if not waits[target]:
-                ready.append(target)
     return colours

@@ -1,14 +1,13 @@
-"""The file format around a manifest: an uncompressed zip with code and tensors.
+"""The file format around a manifest: an uncompressed zip with the manifest and content by digest.
 
     manifest.json           see `format`
     manifest.sha256         digest of manifest.json
-    code/<digest>           kernel images, each named by the SHA-256 of its bytes
-    tensors.safetensors     constants, inputs, and the results of the check
+    content/<digest>        a kernel image, a constant or an input, under the SHA-256 of its bytes
 
-Several graphs can share a folder that holds images, constants and inputs, each once and named by
-digest; results are then stored as digests only.  All bytes read are compared with their digests.
-Files are read only if they belong to this user and no other user may write them, because a graph
-file is a program.
+Of the results of the check there are the digests only.  Several graphs can share a folder that
+holds images, constants and inputs, each once and named by digest.  All bytes read are compared with
+their digests.  Files are read only if they belong to this user and no other user may write them,
+because a graph file is a program.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -35,23 +33,15 @@ from ostinato.files import UntrustedError, open_regular, replace_file, temporary
 from ostinato.graphfile.format import parse, to_dict
 from ostinato.graphfile.records import GraphManifest
 
-_MANIFEST, _DIGEST, _TENSORS, _CODE = (
-    "manifest.json",
-    "manifest.sha256",
-    "tensors.safetensors",
-    "code/",
-)
-_ENTRY = re.compile(r"manifest\.json|manifest\.sha256|tensors\.safetensors|code/[0-9a-f]{64}")
+_MANIFEST, _DIGEST, _CONTENT = "manifest.json", "manifest.sha256", "content/"
+_ENTRY = re.compile(r"manifest\.json|manifest\.sha256|content/[0-9a-f]{64}")
 _MOST_MANIFEST = 1 << 28
-_MOST_CODE = 1 << 31
-_MOST_TENSOR = 1 << 46
 _MOST_ENTRIES = 1 << 16
-_MOST_HEADER = 1 << 26
 _MOST_THREADS = 8
 
 
 class Contents:
-    """An open graph file: the manifest, with code and tensors read on demand."""
+    """An open graph file: the manifest, with content read on demand."""
 
     def __init__(self, path: Path, file: BinaryIO, folder: Path | None) -> None:
         self.path = path
@@ -66,15 +56,12 @@ class Contents:
 
     def code(self, digest: str) -> bytes:
         """Reads an image from the file or the shared folder."""
-        name, what = _CODE + digest, f"the code {digest[:12]}…"
-        if name in self._entries:
-            return _proven(self._read(name, _MOST_CODE), digest, what)
-        return self._shared(digest, _MOST_CODE, what)
+        return self._content(digest, f"the code {digest[:12]}…")
 
     def codes(self, digests: Sequence[str]) -> Iterator[bytes]:
         """Yields images in this order.  Threads read those of the shared folder and compute their
         digests ahead of the caller."""
-        if len(digests) < 2 or any(_CODE + digest in self._entries for digest in digests):
+        if len(digests) < 2 or any(_CONTENT + digest in self._entries for digest in digests):
             yield from map(self.code, digests)
             return
         with ThreadPoolExecutor(min(len(digests), _MOST_THREADS)) as pool:
@@ -85,50 +72,25 @@ class Contents:
         digest = self.manifest.tensors.get(name)
         if digest is None:
             raise GraphFileError(f"the content of {name!r} is not in it; save it again")
-        what = f"the content of {name!r}"
-        place = self._places.get(name)
-        if place is None:
-            return np.frombuffer(self._shared(digest, _MOST_TENSOR, what), np.uint8)
-        start, nbytes = place
-        data = self._part(self._entries[_TENSORS].start + start, nbytes)
-        return np.frombuffer(_proven(data, digest, what), np.uint8)
+        return np.frombuffer(self._content(digest, f"the content of {name!r}"), np.uint8)
 
-    def has_content(self, name: str) -> bool:
-        """True if the file itself holds a tensor, not only its digest."""
-        return name in self._places
-
-    def _shared(self, digest: str, most: int, what: str) -> bytes:
-        if self._folder is None:
+    def _content(self, digest: str, what: str) -> bytes:
+        entry = self._entries.get(_CONTENT + digest)
+        if entry is not None:
+            data = self._part(entry)
+        elif self._folder is None:
             raise GraphFileError(
                 f"{what} is not in it; give the folder that it was saved with (code=)"
             )
-        try:
-            with open_regular(self._folder / digest, private=True) as file:
-                nbytes = os.fstat(file.fileno()).st_size
-                if nbytes > most:
-                    raise GraphFileError(f"{what} has {nbytes} bytes; at most {most} are read")
-                data = file.read()
-        except (OSError, UntrustedError) as error:
-            raise GraphFileError(f"{what} is not there ({error})") from None
-        return _proven(data, digest, what)
-
-    @cached_property
-    def _places(self) -> Mapping[str, tuple[int, int]]:
-        """Offset in the file's tensor entry, and bytes, of each tensor.  Untrusted: the content
-        found there is compared with its digest."""
-        entry = self._entries.get(_TENSORS)
-        if entry is None:
-            return {}
-        head = self._part(entry.start, min(8, entry.nbytes))
-        length = int.from_bytes(head, "little")
-        if not 2 <= length <= min(_MOST_HEADER, entry.nbytes - 8):
-            raise GraphFileError("its tensors have no header")
-        found = {}
-        for name, tensor in _tensors(self._part(entry.start + 8, length)).items():
-            if tensor.end > entry.nbytes - 8 - length:
-                raise GraphFileError(f"its tensor {name[:80]!r} lies outside of the file")
-            found[name] = 8 + length + tensor.start, tensor.end - tensor.start
-        return found
+        else:
+            try:
+                with open_regular(self._folder / digest, private=True) as file:
+                    data = file.read()
+            except (OSError, UntrustedError) as error:
+                raise GraphFileError(f"{what} is not there ({error})") from None
+        if _digest(data) != digest:
+            raise GraphFileError(f"{what} is not what its digest says")
+        return data
 
     def _read(self, name: str, most: int) -> bytes:
         entry = self._entries.get(name)
@@ -138,12 +100,12 @@ class Contents:
             raise GraphFileError(
                 f"its {name} has {entry.nbytes} bytes, and at most {most} are read"
             )
-        return self._part(entry.start, entry.nbytes)
+        return self._part(entry)
 
-    def _part(self, start: int, nbytes: int) -> bytes:
-        self._file.seek(start)
-        data = self._file.read(nbytes)
-        if len(data) != nbytes:
+    def _part(self, entry: _Entry) -> bytes:
+        self._file.seek(entry.start)
+        data = self._file.read(entry.nbytes)
+        if len(data) != entry.nbytes:
             raise GraphFileError("it is cut off")
         return data
 
@@ -196,13 +158,6 @@ def _entries(file: BinaryIO) -> dict[str, _Entry]:
 _LOCAL = struct.Struct("<26sHH")  # a local header, up to the lengths of name and extra field
 
 
-def _proven(data: bytes, digest: str, what: str) -> bytes:
-    """Returns `data`; raises GraphFileError if its digest differs."""
-    if _digest(data) != digest:
-        raise GraphFileError(f"{what} is not what its digest says")
-    return data
-
-
 @contextmanager
 def open_file(path: Path, folder: Path | None = None) -> Iterator[Contents]:
     """Opens a graph file; `folder` is shared by several files.  Raises GraphFileError."""
@@ -246,25 +201,24 @@ def write_file(
     """
     digests = {name: _digest(tensor_bytes(array).data) for name, array in tensors.items()}
     manifest = replace(manifest, tensors=digests)
+    contents = {digest: memoryview(data) for digest, data in code.items()}
+    for name, array in tensors.items():
+        if not name.startswith("results/"):
+            contents[digests[name]] = tensor_bytes(array).data
     temporary = temporary_beside(path)
     try:
         if folder is not None:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for digest, data in code.items():
-                _share(folder / digest, memoryview(data))
-            for name, array in tensors.items():
-                if not name.startswith("results/"):
-                    _share(folder / digests[name], tensor_bytes(array).data)
+            for digest, data in contents.items():
+                _share(folder / digest, data)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file, zipfile.ZipFile(file, "w") as archive:
             raw = json.dumps(to_dict(manifest), separators=(",", ":")).encode()
             archive.writestr(_MANIFEST, raw)
             archive.writestr(_DIGEST, _digest(raw))
-            if folder is None:
-                if tensors:
-                    _write_tensors(archive, tensors)
-                for digest, data in code.items():
-                    archive.writestr(_CODE + digest, data)
+            for digest, data in contents.items() if folder is None else ():
+                with archive.open(_CONTENT + digest, "w", force_zip64=True) as entry:
+                    entry.write(data)
         temporary.replace(path)
     finally:
         with suppress(OSError):
@@ -292,29 +246,23 @@ def _digest(data: bytes | memoryview) -> str:
 
 # ---------------------------------------------------------------------------------------- tensors
 
-# safetensors' names of dtypes.  Others are written as bytes; the manifest has the dtype.
+# NumPy's types by safetensors' names; others are read as bytes.
 _TYPES = {
-    np.dtype(t): n
-    for n, t in {
-        "BOOL": "?",
-        "U8": "u1",
-        "I8": "i1",
-        "U16": "<u2",
-        "I16": "<i2",
-        "F16": "<f2",
-        "U32": "<u4",
-        "I32": "<i4",
-        "F32": "<f4",
-        "U64": "<u8",
-        "I64": "<i8",
-        "F64": "<f8",
-    }.items()
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "F32": "<f4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F64": "<f8",
+    "C64": "<c8",
 }
-_NAMES = {name: dtype for dtype, name in _TYPES.items()} | {
-    "BF16": np.dtype("<u2"),
-    "C64": np.dtype("<c8"),
-}
-_NO_NUMBER = np.dtype("V1")  # stands for dtypes that NumPy lacks
 
 
 def tensor_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -322,80 +270,28 @@ def tensor_bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _header(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    header: dict[str, object] = {}
-    at = 0
-    for name, array in tensors.items():
-        kind = _TYPES.get(array.dtype)
-        shape = list(array.shape) if kind is not None else [array.nbytes]
-        header[name] = {
-            "dtype": kind or "U8",
-            "shape": shape,
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def _write_tensors(archive: zipfile.ZipFile, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-    with archive.open(_TENSORS, "w", force_zip64=True) as file:
-        file.write(_header(tensors))
-        for array in tensors.values():
-            file.write(tensor_bytes(array).data)
-
-
 def read_tensors(data: bytes) -> dict[str, npt.NDArray[Any]]:
     """Returns the views of a safetensors file's tensors, by name.  Raises GraphFileError."""
-    (length,) = struct.unpack_from("<Q", data) if len(data) >= 8 else (0,)
-    if not 2 <= length <= min(_MOST_HEADER, len(data) - 8):
-        raise GraphFileError("its tensors have no header")
-    body = memoryview(data)[8 + length :]
-    found = {}
-    for name, tensor in _tensors(data[8 : 8 + length]).items():
-        try:
-            part = np.frombuffer(body[tensor.start : tensor.end], tensor.dtype)
-            found[name] = part.reshape(tensor.shape)
-        except ValueError as error:
-            raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error})") from None
-    return found
-
-
-class _Tensor(NamedTuple):
-    """A tensor as described in a safetensors header; `start` and `end` are offsets in bytes."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-
-def _tensors(header: bytes) -> dict[str, _Tensor]:
-    """Parses a safetensors header.  Raises GraphFileError."""
+    length = int.from_bytes(data[:8], "little")
     try:
-        data = json.loads(header)
-    except (ValueError, RecursionError) as error:
+        header = json.loads(data[8 : 8 + length])
+        entries = [*header.items()]
+    except (ValueError, RecursionError, AttributeError, OverflowError) as error:
         raise GraphFileError(f"the header of its tensors cannot be read ({error})") from None
-    if not isinstance(data, dict):
-        raise GraphFileError("the header of its tensors is no object")
-    return {name: _tensor(name, entry) for name, entry in data.items() if name != "__metadata__"}
+    body = memoryview(data)[8 + length :]
+    return {name: _tensor(name, one, body) for name, one in entries if name != "__metadata__"}
 
 
-def _tensor(name: str, entry: object) -> _Tensor:
+def _tensor(name: str, entry: Any, body: memoryview) -> npt.NDArray[Any]:
     try:
-        if not isinstance(entry, dict):
-            raise TypeError("it is no object")
         kind, shape = str(entry["dtype"]), tuple(entry["shape"])
-        dtype = _NAMES.get(kind, _NO_NUMBER)
         start, end = entry["data_offsets"]
-        numbers = (*shape, start, end)
-        if not all(type(n) is int and 0 <= n < 1 << 48 for n in numbers) or len(shape) > 32:
+        if not all(type(n) is int and n >= 0 for n in (*shape, start, end)):
             raise ValueError("its shape and offsets must be whole numbers of 0 or more")
-        if start > end:
-            raise ValueError("it ends before it begins")
-        if kind not in _NAMES and not kind.startswith("F8_"):
+        if not start <= end <= len(body):
+            raise ValueError("it lies outside of the file")
+        if kind not in _TYPES and not kind.startswith("F8_"):
             shape = (end - start,)  # the element size is unknown
-        return _Tensor(dtype, shape, start, end)
-    except (KeyError, TypeError, ValueError) as error:
+        return np.frombuffer(body[start:end], _TYPES.get(kind, "V1")).reshape(shape)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise GraphFileError(f"its tensor {name[:80]!r} is damaged ({error!r})") from None

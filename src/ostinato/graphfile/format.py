@@ -6,11 +6,12 @@ all references, and raises GraphFileError with the place in the manifest.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,12 @@ from ostinato.driver.api import (
     ConditionDefaults,
     EdgeData,
     EdgeType,
-    EmptyNodeParams,
-    EventHandle,
     EventRecordNodeParams,
     EventWaitNodeParams,
     FreeNodeParams,
     GraphHandle,
+    HostNodeParams,
+    KernelNodeParams,
     LaunchConfig,
     MemcpyNodeParams,
     MemOp,
@@ -44,7 +45,7 @@ from ostinato.driver.order import in_order
 from ostinato.driver.signature import Access, Signature
 from ostinato.errors import GraphFileError, InputError
 from ostinato.graph.show.outline import OutlineEdge
-from ostinato.graphfile.plain import MOST_ITEMS, MOST_TEXT, Column, Plain, short
+from ostinato.graphfile.plain import MOST, Column, Plain, short
 from ostinato.graphfile.records import (
     PLAIN,
     PROOFS,
@@ -66,19 +67,42 @@ from ostinato.graphfile.records import (
     starts_of,
 )
 
+_T = TypeVar("_T")
+
 FORMAT, VERSION = "ostinato.graph", 1
 _ROLES = (("input",), ("output",), ("input", "output"), ("constant",))
 _KINDS = ("inputs", "constants", "results")  # the kinds of tensors
 
-_MOST_NODES = 1_000_000  # of all graphs together; more means a damaged file
-_MOST_BYTES = 1 << 46
-_MOST_HINT = 1000
+_MOST_EVENTS = 1 << 20
 _MOST_ARGUMENTS = 1 << 16
 _DEEPEST = 32
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TYPESTR = re.compile(r"[<>|=][a-zA-Z][0-9]{1,9}")
 
-_EDGE_TYPES = frozenset(map(int, EdgeType))
+_FIELDS: dict[type, tuple[str, ...]] = {
+    MachineRecord: ("driver", "device", "compute_capability", "driver_version", "library"),
+    FunctionRecord: (*("name", "kind", "digest", "target", "shared", "carveout", "wide_clusters"),),
+    ConditionDefaults: ("default", "reset_at_launch"),
+    LaunchConfig: (
+        *("grid", "block", "shared", "cluster", "cooperative", "programmatic", "priority"),
+    ),
+    MemcpyNodeParams: (
+        *("width", "height", "depth", "dst_pitch", "src_pitch", "dst_height", "src_height"),
+    ),
+    MemsetNodeParams: ("value", "element_size", "width", "height", "pitch"),
+    AllocNodeParams: ("nbytes",),
+}
+"""The fields of records that are stored under their own names."""
+
+_BOUNDS = {
+    **dict.fromkeys(("grid", "block", "cluster"), (1, (1 << 31) - 1)),
+    "shared": (0, (1 << 31) - 1),
+    "priority": (-1000, 1000),
+    "carveout": (-1, 100),
+    "default": (0, (1 << 32) - 1),
+    **dict.fromkeys(("nbytes", "height", "depth"), (1, MOST)),
+}
+"""The smallest and the largest number in such a field, where it is not 0 and `MOST`."""
 
 
 # ---------------------------------------------------------------------------------------- to JSON
@@ -93,9 +117,9 @@ def to_dict(manifest: GraphManifest) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
-        "machine": _values(manifest.machine, _MACHINE),
+        "machine": _values(manifest.machine),
         "functions": [
-            _values(f, _FUNCTION)
+            _values(f)
             | {
                 "parameters": [[slot.offset, slot.size] for slot in f.parameters],
                 "signature": "" if f.signature is None else _text(f.signature),
@@ -118,9 +142,9 @@ def to_dict(manifest: GraphManifest) -> dict[str, Any]:
             "stored": [int(b.stored) for b in manifest.buffers],
             "look": [_look_json(b) for b in manifest.buffers],
         },
-        "conditions": [_values(c, ("default", "reset_at_launch")) for c in manifest.conditions],
+        "conditions": [_values(c) for c in manifest.conditions],
         "events": manifest.events,
-        "launches": [_values(config, _LAUNCH) for config in launches],
+        "launches": [_values(config) for config in launches],
         "graph": _graph_json(manifest.graph, launches),
         "checked": manifest.checked,
         "tensors": dict(manifest.tensors),
@@ -128,9 +152,9 @@ def to_dict(manifest: GraphManifest) -> dict[str, Any]:
     }
 
 
-def _values(record: object, names: Sequence[str]) -> dict[str, Any]:
-    """Returns fields of a record as plain data."""
-    values = ((name, getattr(record, name)) for name in names)
+def _values(record: object) -> dict[str, Any]:
+    """Returns the fields of a record that are stored under their own names, as plain data."""
+    values = ((name, getattr(record, name)) for name in _FIELDS.get(type(record), ()))
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
 
 
@@ -200,16 +224,11 @@ _PACKED, _LAID = 1, 2  # bits of a kernel's `form`
 def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[str, Any]:
     """Returns a node that is not a kernel as plain data."""
     params = node.params
-    made: dict[str, Any] = {"name": node.name, "kind": KINDS[type(params)].name.lower()}
+    kind = KINDS[type(params)].name.lower()
+    made: dict[str, Any] = {"name": node.name, "kind": kind, **_values(params)}
     match params:
-        case MemcpyNodeParams():
-            made |= _values(params, _MEMCPY)
-        case MemsetNodeParams():
-            made |= _values(params, _MEMSET)
         case EventRecordNodeParams() | EventWaitNodeParams():
             made["event"] = int(params.event)
-        case AllocNodeParams():
-            made["nbytes"] = params.nbytes
         case BatchMemOpNodeParams():
             made["operations"] = [[int(o.kind), o.value, o.size] for o in params.operations]
         case ConditionalNodeParams():
@@ -221,98 +240,66 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
     return made
 
 
-# The fields of records that are stored under their own names.
-_MACHINE = ("driver", "device", "compute_capability", "driver_version", "library")
-_FUNCTION = ("name", "kind", "digest", "target", "shared", "carveout", "wide_clusters")
-_LAUNCH = ("grid", "block", "shared", "cluster", "cooperative", "programmatic", "priority")
-_MEMCPY = ("width", "height", "depth", "dst_pitch", "src_pitch", "dst_height", "src_height")
-_MEMSET = ("value", "element_size", "width", "height", "pitch")
-
-
 # -------------------------------------------------------------------------------------- from JSON
 
 
 def parse(data: object) -> GraphManifest:
     """Builds a manifest from plain data.  Raises GraphFileError with the place of the error."""
     top = Plain(data, "the manifest")
-    if top.text("format") != FORMAT:
+    if top.get("format", str) != FORMAT:
         raise top.wrong("format", "this is no graph file of ostinato")
-    if (version := top.number("version", 0, 1 << 31)) != VERSION:
+    if (version := top.get("version", int)) != VERSION:
         raise top.wrong("version", f"format {version}; this release reads {VERSION}")
-    machine = _machine(top.object("machine"))
+    machine = _record(top.object("machine"), MachineRecord)
     functions = top.each("functions", _function)
     blocks = _blocks(top.object("blocks"))
     buffers = _buffers(top.object("buffers"), blocks)
-    conditions = top.each(
-        "conditions",
-        lambda item: ConditionDefaults(
-            item.number("default", 0, (1 << 32) - 1), item.flag("reset_at_launch")
-        ),
-    )
-    launches = top.each("launches", _launch)
-    events = top.number("events", 0, MOST_ITEMS)
+    conditions = top.each("conditions", lambda item: _record(item, ConditionDefaults))
+    launches = top.each("launches", lambda item: _record(item, LaunchConfig))
+    events = top.get("events", int, 0, _MOST_EVENTS)
     reader = _GraphReader(functions, blocks, launches, len(conditions), events)
     graph = reader.graph(top.object("graph"), 0)
     reader.require_allocations(graph)
     tensors = _tensors(top, {buffer.name for buffer in buffers})
-    checked, key = top.flag("checked"), top.text("key")
+    checked, key = top.get("checked", bool), top.get("key", str)
     top.done()
     return GraphManifest(
-        *(machine, functions, blocks, buffers, conditions),
-        *(reader.events, graph, checked, tensors, key),
+        *(machine, functions, blocks, buffers, conditions, events, graph, checked, tensors, key)
     )
+
+
+def _record(item: Plain, made: type[_T], **more: Any) -> _T:
+    """Reads the fields that `_values` writes, which are all that the object has."""
+    record = item.record(made, _FIELDS[made], _BOUNDS, **more)
+    item.done()
+    return record
 
 
 def _tensors(top: Plain, names: Collection[str]) -> dict[str, str]:
     """Reads the tensors' digests, checking that each name has a known kind and buffer."""
-    found = {}
-    tensors = top.get("tensors")
-    if not isinstance(tensors, dict):
-        raise top.wrong("tensors", f"{short(tensors)} is no object")
-    for name, digest in tensors.items():
+    found: dict[str, str] = top.get("tensors", dict)
+    for name, digest in found.items():
         kind, _, of = str(name).partition("/")
         if kind not in _KINDS or of not in names:
             raise top.wrong("tensors", f"{short(name)} is of no buffer")
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise top.wrong("tensors", f"{short(digest)} is no SHA-256 digest")
-        found[name] = digest
+            raise top.wrong("tensors", f"{short(digest)} of {name!r} is no SHA-256 digest")
     return found
 
 
-def _machine(item: Plain) -> MachineRecord:
-    major, minor = item.numbers("compute_capability", 0, 1000, 2)
-    driver, device = item.text("driver"), item.text("device")
-    version, library = item.text("driver_version"), item.text("library")
-    item.done()
-    return MachineRecord(driver, device, (major, minor), version, library)
-
-
-def _slots(item: Plain, key: str) -> tuple[ParameterSlot, ...]:
-    """Reads slots, which must be in order and must not overlap."""
-    end, made = 0, []
-    for offset, size in item.rows(key, 0, _MOST_ARGUMENTS, 2):
-        if offset < end or size == 0:
-            raise item.wrong(key, f"{size} bytes at {offset} overlap what comes before")
-        end = offset + size
-        made.append(ParameterSlot(offset, size))
-    return tuple(made)
-
-
 def _function(item: Plain) -> FunctionRecord:
-    kind, digest, target = item.text("kind"), item.text("digest"), item.text("target")
-    if bool(digest) == bool(target) or (digest and not _DIGEST.fullmatch(digest)):
-        raise item.wrong("digest", "either the digest of an image is needed, or a target")
+    parameters = tuple(itertools.starmap(ParameterSlot, item.rows("parameters", MOST, MOST)))
     try:
-        signature = _signature(item.text("signature"))
+        signature = _signature(item.get("signature", str))
     except InputError as error:
         raise item.wrong("signature", str(error)) from None
-    parameters = _slots(item, "parameters")
     if signature is not None and signature.layout != parameters:
         raise item.wrong("signature", "it does not say where the parameters are")
-    name, shared = item.text("name"), item.number("shared", 0, 1 << 24)
-    carveout, wide = item.number("carveout", -1, 100), item.flag("wide_clusters")
-    code = name, kind, b"", target, shared, carveout, wide
-    return FunctionRecord(*code, digest, parameters, signature)
+    more = {"parameters": parameters, "signature": signature}
+    made = item.record(FunctionRecord, _FIELDS[FunctionRecord], _BOUNDS, **more)
+    if bool(made.digest) == bool(made.target) or not _DIGEST.fullmatch(made.digest or "0" * 64):
+        raise item.wrong("digest", "either the digest of an image is needed, or a target")
+    return made
 
 
 @lru_cache(maxsize=1024)
@@ -329,53 +316,22 @@ def _has_twice(numbers: Column) -> bool:
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
-def _texts(item: Plain, key: str, count: int, most: int) -> dict[int, tuple[str, ...]]:
+def _texts(item: Plain, key: str, count: int) -> dict[int, tuple[str, ...]]:
     """Reads pairs of a kernel and a text; returns the texts of each kernel."""
     found: dict[int, tuple[str, ...]] = {}
-    for row in item.items(key):
-        if not isinstance(row, list) or len(row) != 2:
-            raise item.wrong(key, f"{short(row)} is no kernel and a text")
-        kernel, text = row
-        if type(kernel) is not int or not 0 <= kernel < count:
-            raise item.wrong(key, f"{short(row)} is of no kernel")
-        if not isinstance(text, str) or len(text) > most:
-            raise item.wrong(key, f"{short(text)} is no text")
+    for kernel, text in item.get(key, list[tuple[int, str]], 0, count - 1):
         found[kernel] = (*found.get(kernel, ()), text)
     return found
 
 
-def _launch(item: Plain) -> LaunchConfig:
-    most = (1 << 31) - 1
-    cluster, priority = item.get("cluster"), item.get("priority")
-    try:
-        return LaunchConfig(
-            item.numbers("grid", 1, most, 3),
-            item.numbers("block", 1, most, 3),
-            item.number("shared", 0, most),
-            cluster=None if cluster is None else item.list_of(cluster, "cluster", 1, most, 3),
-            cooperative=item.flag("cooperative"),
-            programmatic=item.flag("programmatic"),
-            priority=None if priority is None else _priority(item, priority),
-        )
-    except InputError as error:
-        raise item.wrong("grid", str(error)) from None
-
-
-def _priority(item: Plain, value: object) -> int:
-    if type(value) is not int or not -1000 <= value <= 1000:
-        raise item.wrong("priority", f"{short(value)} is no priority")
-    return value
-
-
 def _blocks(item: Plain) -> tuple[Block, ...]:
-    nbytes, phase, pinned = item.columns(nbytes=_MOST_BYTES, phase=255, pinned=1)
+    nbytes, phase, pinned = item.columns(nbytes=MOST, phase=255, pinned=1)
     if not nbytes.all():
         raise item.wrong("nbytes", f"block {int(nbytes.argmin())} has none")
-    nodes: dict[int, int] = {}
-    for block, node in item.rows("alloc", 0, _MOST_NODES, 2):
-        if block >= len(nbytes) or block in nodes:
-            raise item.wrong("alloc", f"{block} is no block, or has a node already")
-        nodes[block] = node
+    rows = item.rows("alloc", len(nbytes) - 1, MOST)
+    nodes = {one[0]: one[1] for one in rows}
+    if len(nodes) != len(rows):
+        raise item.wrong("alloc", "a block has two nodes")
     item.done()
     columns = zip(nbytes.tolist(), phase.tolist(), pinned.tolist(), strict=True)
     return tuple(
@@ -384,53 +340,43 @@ def _blocks(item: Plain) -> tuple[Block, ...]:
     )
 
 
+_LookJson: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...] | None] | bool | None
+
+
 def _buffers(item: Plain, blocks: Sequence[Block]) -> tuple[NamedBuffer, ...]:
-    names = item.items("name")
-    count = len(names)
-    columns = item.columns(role=len(_ROLES) - 1, block=len(blocks) - 1, into=_MOST_BYTES, stored=1)
-    lists = [item.items(key) for key in ("shape", "dtype", "look")]
-    if len(columns[0]) != count or any(len(one) != count for one in lists):
-        raise item.wrong("name", f"{count} names, but other columns have more or fewer entries")
-    if not all(isinstance(name, str) and len(name) <= MOST_TEXT for name in names):
-        raise item.wrong("name", f"all must be texts of at most {MOST_TEXT} characters")
-    if len(set(names)) != count:
+    names = item.get("name", list[str])
+    if len(set(names)) != len(names):
         raise item.wrong("name", "two have one name")
+    columns: list[list[Any]] = [
+        names,
+        *(c.tolist() for c in item.columns(role=3, block=len(blocks) - 1, into=MOST, stored=1)),
+        item.get("shape", list[tuple[int, ...]]),
+        item.get("dtype", list[str]),
+        item.get("look", list[_LookJson], -MOST),  # strides may be negative
+    ]
     item.done()
+    if len({*map(len, columns)}) > 1:
+        raise item.wrong("name", f"{len(names)} names, and other columns have more or fewer")
     made = []
-    rows = zip(names, *(column.tolist() for column in columns), *lists, strict=True)
-    for name, role, block, into, stored, shape, dtype, look in rows:
-        sizes = item.list_of(shape, "shape", 0, _MOST_BYTES)
-        if len(sizes) > 32:
-            raise item.wrong("shape", f"{len(sizes)} dimensions")
-        itemsize = itemsize_of(dtype) if isinstance(dtype, str) else 0
+    for name, role, block, into, stored, shape, dtype, look in zip(*columns, strict=True):
+        itemsize = itemsize_of(dtype)
         if not itemsize:
             raise item.wrong("dtype", f"{short(dtype)} is no type of plain numbers")
-        nbytes = math.prod(sizes) * itemsize
-        if into + nbytes > blocks[block].nbytes:
+        nbytes = math.prod(shape) * itemsize
+        if len(shape) > 32 or into + nbytes > blocks[block].nbytes:
             raise item.wrong("into", f"{nbytes} bytes at {into} reach out of block {block}")
         if blocks[block].node is not None:
             raise item.wrong("block", "memory of an alloc node has no name")
-        known = _look(item, look, dtype, sizes)
-        made.append(NamedBuffer(name, _ROLES[role], block, into, sizes, dtype, bool(stored), known))
+        known = Look(*look) if isinstance(look, tuple) else Look(dtype, shape, None)
+        if look and not _TYPESTR.fullmatch(known.typestr):
+            raise item.wrong("look", f"{short(known.typestr)} is no type of an array")
+        made.append(
+            NamedBuffer(
+                *(name, _ROLES[role], block, into, shape, dtype, bool(stored)),
+                known if look else None,
+            )
+        )
     return tuple(made)
-
-
-def _look(item: Plain, value: object, dtype: str, shape: tuple[int, ...]) -> Look | None:
-    if value is None:
-        return None
-    if value is True:
-        return Look(dtype, shape, None)
-    if not isinstance(value, list) or len(value) != 3:
-        raise item.wrong("look", f"{short(value)} is no type, shape and strides")
-    typestr, shape, strides = value
-    if not isinstance(typestr, str) or not _TYPESTR.fullmatch(typestr):
-        raise item.wrong("look", f"{short(typestr)} is no type of an array")
-    most = _MOST_BYTES
-    numbers = item.list_of(shape, "look", 0, most)
-    return Look(
-        *(typestr, numbers),
-        None if strides is None else item.list_of(strides, "look", -most, most, len(numbers)),
-    )
 
 
 class _GraphReader:
@@ -453,23 +399,19 @@ class _GraphReader:
         """Conditions that already have their node."""
         self._words: dict[int, frozenset[int]] = {}
         """Offsets of whole words of arguments, by function."""
-        self._count = 0
-        self.events = events
+        self._events = events
 
     def graph(self, item: Plain, depth: int) -> GraphRecord:
         if depth > _DEEPEST:
             raise item.wrong("nodes", f"graphs inside graphs, {depth} deep")
         kernels = self._kernels(item.object("kernels"))
         others: dict[int, NodeRecord] = {}
-        rows = item.items("nodes")
+        rows = item.get("nodes", list)
         count = len(kernels) + len(rows)
-        self._count += count
-        if self._count > _MOST_NODES:
-            raise item.wrong("nodes", f"more than {_MOST_NODES}")
         last = -1
         for index, data in enumerate(rows):
             one = Plain(data, item, ", nodes[", index, "]")
-            last = one.number("at", last + 1, count - 1)
+            last = one.get("at", int, last + 1, count - 1)
             others[last] = self._node(one, depth)
             one.done()
         edges = self._edges(item.object("edges"), count)
@@ -478,7 +420,7 @@ class _GraphReader:
 
     def _edges(self, item: Plain, count: int) -> list[OutlineEdge]:
         source, target = item.columns(source=count - 1, target=count - 1)
-        rest = item.rows("data", 0, _MOST_NODES, 4)
+        rest = item.rows("data", len(source) - 1, 255, 255, 255)
         item.done()
         same = source == target
         if same.any():
@@ -486,12 +428,9 @@ class _GraphReader:
         if _has_twice(target * count + source):
             raise item.wrong("target", "two nodes are joined twice")
         data = [PLAIN] * len(source)
-        for index, *one in rest:
-            if index >= len(data):
-                raise item.wrong("data", f"there is no edge {index}")
-            from_port, to_port, kind = one
-            if max(from_port, to_port) > 255 or kind not in _EDGE_TYPES:
-                raise item.wrong("data", f"{one} are ports or a type that are not known")
+        for index, from_port, to_port, kind in rest:
+            if kind not in {*EdgeType}:
+                raise item.wrong("data", f"{kind} is no type of an edge")
             data[index] = EdgeData(from_port, to_port, EdgeType(kind))
         made = list(
             map(OutlineEdge._make, zip(source.tolist(), target.tolist(), data, strict=True))
@@ -518,69 +457,44 @@ class _GraphReader:
             )
 
     def _node(self, item: Plain, depth: int) -> NodeRecord:
-        kind, name = item.text("kind"), item.text("name")
-        match kind:
-            case "memcpy":
-                return self._fields(item, name, self._memcpy(item))
-            case "memset":
-                return self._fields(item, name, self._memset(item))
-            case "batch_mem_op":
-                return self._fields(item, name, self._batch(item))
-            case "mem_free":
-                return self._fields(item, name, FreeNodeParams(0))
-            case "child_graph":
-                inner = self._inner(item, depth, 1)
-                return NodeRecord(name, ChildGraphNodeParams(GraphHandle(0)), inner=inner)
-            case "conditional":
-                return self._conditional(item, name, depth)
-            case "empty":
-                return NodeRecord(name, EmptyNodeParams())
-            case "event_record" | "event_wait":
-                event = EventHandle(item.number("event", 0, self.events - 1))
-                made = EventRecordNodeParams if kind == "event_record" else EventWaitNodeParams
-                return NodeRecord(name, made(event))
-            case "mem_alloc":
-                return NodeRecord(name, AllocNodeParams(item.number("nbytes", 1, _MOST_BYTES)))
-        raise item.wrong("kind", f"{short(kind)} is no kind of node that a file can have")
+        kind, name = item.get("kind", str), item.get("name", str)
+        made: Any = _OTHER_KINDS.get(kind)
+        if made is None:
+            raise item.wrong("kind", f"{short(kind)} is no kind of node that a file can have")
+        inner: tuple[GraphRecord, ...] = ()
+        more: dict[str, Any] = {}
+        if made is ConditionalNodeParams:
+            more, inner = self._conditional(item, depth)
+        elif made is ChildGraphNodeParams:
+            more["graph"], inner = GraphHandle(0), self._inner(item, depth, 1)
+        elif made in (EventRecordNodeParams, EventWaitNodeParams):
+            more["event"] = item.get("event", int, 0, self._events - 1)
+        elif made is BatchMemOpNodeParams:
+            more["operations"] = self._operations(item)
+        elif made in (MemcpyNodeParams, MemsetNodeParams, FreeNodeParams):
+            more = dict.fromkeys(_ADDRESSES[made], 0)
+        params = item.record(made, _FIELDS.get(made, ()), _BOUNDS, **more)
+        return NodeRecord(name, params, self._pointers(item, params), inner=inner)
 
-    def _pointers(self, item: Plain) -> tuple[PointerWord, ...]:
-        if not item.has("pointers"):
-            return ()
-        made: list[PointerWord] = []
-        for row in item.items("pointers"):
-            if type(row) is not list or len(row) != 4:
-                raise item.wrong("pointers", f"{short(row)} is no pointer")
-            place, block, into, proof = row
-            if type(block) is not int or not 0 <= block < len(self._blocks):
-                raise item.wrong("pointers", f"{short(row)} names no block")
-            reach = self._blocks[block].nbytes
-            if type(into) is not int or not 0 <= into <= reach:
-                raise item.wrong("pointers", f"{short(row)} points out of its block of {reach}")
-            if type(place) is not str or type(proof) is not str or proof not in PROOFS:
-                raise item.wrong("pointers", f"{short(row)} is no pointer")
-            made.append(PointerWord(place, block, into, proof))
-        return tuple(made)
-
-    def _fields(self, item: Plain, name: str, params: NodeParams) -> NodeRecord:
-        """Reads a node that is not a kernel: each address field has a pointer, and its use stays
-        within the block."""
-        pointers, wanted = self._pointers(item), fields_of(params)
-        places = [word.place for word in pointers]
-        if len(set(places)) != len(places) or set(places) != set(wanted):
+    def _pointers(self, item: Plain, params: NodeParams) -> tuple[PointerWord, ...]:
+        """Reads the pointer of each address field; its use stays within the block."""
+        rows = item.get("pointers", list[tuple[str, int, int, str]]) if item.has("pointers") else ()
+        wanted = fields_of(params)
+        if sorted(row[0] for row in rows) != sorted(wanted):
             there = ", ".join(wanted) or "nothing"
             raise item.wrong("pointers", f"addresses for {there} are needed")
-        for word in pointers:
-            self._require_reach(item, params, word, wanted[str(word.place)].nbytes)
-        return NodeRecord(name, params, pointers)
-
-    def _require_reach(
-        self, item: Plain, params: NodeParams, word: PointerWord, nbytes: int
-    ) -> None:
-        block = self._blocks[word.block]
-        if word.into + nbytes > block.nbytes:
-            raise item.wrong("pointers", f"{nbytes} bytes at {word.into} leave block {word.block}")
-        if isinstance(params, FreeNodeParams) and (block.node is None or word.into):
-            raise item.wrong("pointers", "only the memory of an alloc node is freed")
+        made = []
+        for word in itertools.starmap(PointerWord, rows):
+            if word.block >= len(self._blocks) or word.proof not in PROOFS:
+                raise item.wrong("pointers", f"{short([*word])} is no pointer")
+            block, nbytes = self._blocks[word.block], wanted[str(word.place)].nbytes
+            if word.into + nbytes > block.nbytes:
+                where = f"{nbytes} bytes at {word.into}"
+                raise item.wrong("pointers", f"{where} leave block {word.block}")
+            if isinstance(params, FreeNodeParams) and (block.node is None or word.into):
+                raise item.wrong("pointers", "only the memory of an alloc node is freed")
+            made.append(word)
+        return tuple(made)
 
     # --- kernels
     def _kernels(self, item: Plain) -> Kernels:
@@ -608,7 +522,7 @@ class _GraphReader:
         slots = starts[kernel] + place
         if _has_twice(slots):
             raise item.wrong("pointers", "two words are at one place")
-        names = _texts(item, "names", count, MOST_TEXT)
+        names = _texts(item, "names", count)
         if any(len(some) > 1 for some in names.values()):
             raise item.wrong("names", "a kernel has two")
         kernels = Kernels(
@@ -623,7 +537,7 @@ class _GraphReader:
             words,
             {one: name for one, (name,) in names.items()},
             conditions,
-            _texts(item, "hints", count, _MOST_HINT),
+            _texts(item, "hints", count),
             self._unused(item, size, kernel, place),
         )
         item.done()
@@ -637,13 +551,11 @@ class _GraphReader:
 
     @staticmethod
     def _data(item: Plain, nbytes: int) -> bytes:
-        text = item.get("data")
+        text = item.get("data", str)
         try:
-            data = bytes.fromhex(text) if isinstance(text, str) else None
+            data = bytes.fromhex(text)
         except ValueError:
-            data = None
-        if data is None:
-            raise item.wrong("data", f"{short(text)} are no hexadecimal digits")
+            raise item.wrong("data", f"{short(text)} are no hexadecimal digits") from None
         if len(data) != nbytes:
             raise item.wrong("data", f"{len(data)} bytes, and {nbytes} belong here")
         return data
@@ -654,7 +566,7 @@ class _GraphReader:
                 kernel=count - 1,
                 place=_MOST_ARGUMENTS,
                 block=len(self._blocks) - 1,
-                into=_MOST_BYTES,
+                into=MOST,
                 proof=len(PROOFS) - 1,
             )
         )
@@ -698,10 +610,8 @@ class _GraphReader:
 
     def _conditions_of(self, item: Plain, count: int) -> dict[int, tuple[ConditionWord, ...]]:
         found: dict[int, tuple[ConditionWord, ...]] = {}
-        for kernel, offset, condition in item.rows("conditions", 0, _MOST_NODES, 3):
-            if kernel >= count or offset > _MOST_ARGUMENTS or condition >= self._conditions:
-                row = [kernel, offset, condition]
-                raise item.wrong("conditions", f"{row}: there is no such kernel or condition")
+        most = count - 1, _MOST_ARGUMENTS, self._conditions - 1
+        for kernel, offset, condition in item.rows("conditions", *most):
             found[kernel] = (*found.get(kernel, ()), ConditionWord(offset, condition))
         return found
 
@@ -711,11 +621,11 @@ class _GraphReader:
     ) -> dict[int, tuple[ParameterSlot, ...]]:
         """Reads the bytes without effect: in a kernel's arguments, outside of its words."""
         found: dict[int, tuple[ParameterSlot, ...]] = {}
-        for kernel, offset, nbytes in item.rows("unused", 0, _MOST_NODES, 3):
+        for kernel, offset, nbytes in item.rows("unused", len(size) - 1, MOST, MOST):
             before = found.get(kernel, ())
             start = before[-1].offset + before[-1].size if before else 0
             end = offset + nbytes
-            sound = kernel < len(size) and start <= offset < end <= int(size[kernel])
+            sound = start <= offset < end <= int(size[kernel])
             words = places[kernels == kernel]
             if not sound or ((words < end) & (offset < words + WORD)).any():
                 why = f"{nbytes} bytes at {offset} are no free bytes of kernel {kernel}"
@@ -725,55 +635,49 @@ class _GraphReader:
 
     # --- other node kinds
     @staticmethod
-    def _memcpy(item: Plain) -> MemcpyNodeParams:
-        sizes: dict[str, Any] = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMCPY}
-        if not (sizes["height"] and sizes["depth"]):
-            raise item.wrong("height", "a copy has at least one row")
-        return MemcpyNodeParams(dst=0, src=0, **sizes)
+    def _operations(item: Plain) -> tuple[MemOp, ...]:
+        rows = item.get("operations", list[tuple[int, int, int]], 0, (1 << 64) - 1)
+        if not {kind for kind, _, _ in rows} <= {*MemOpKind}:
+            raise item.wrong("operations", "they have a kind that is not known")
+        return tuple(MemOp(MemOpKind(kind), 0, value, size) for kind, value, size in rows)
 
-    @staticmethod
-    def _memset(item: Plain) -> MemsetNodeParams:
-        values = {key: item.number(key, 0, _MOST_BYTES) for key in _MEMSET}
-        size = values["element_size"]
-        if size not in (1, 2, 4) or values["value"] >= 1 << (8 * size) or not values["height"]:
-            raise item.wrong("element_size", f"no fill of {values['value']} in {size} bytes")
-        if values["height"] > 1 and values["pitch"] < values["width"] * size:
-            raise item.wrong("pitch", "it is less than a row")
-        return MemsetNodeParams(dst=0, **values)
-
-    @staticmethod
-    def _batch(item: Plain) -> BatchMemOpNodeParams:
-        operations = []
-        for kind, value, size in item.rows("operations", 0, (1 << 64) - 1, 3):
-            if kind not in tuple(MemOpKind) or size not in (4, 8) or value >= 1 << (8 * size):
-                raise item.wrong("operations", f"{[kind, value, size]} is no operation")
-            operations.append(MemOp(MemOpKind(kind), 0, value, size))
-        return BatchMemOpNodeParams(tuple(operations))
-
-    def _conditional(self, item: Plain, name: str, depth: int) -> NodeRecord:
-        text = item.text("type")
+    def _conditional(
+        self, item: Plain, depth: int
+    ) -> tuple[dict[str, Any], tuple[GraphRecord, ...]]:
+        text = item.get("type", str)
         if text.upper() not in ConditionalKind.__members__:
             raise item.wrong("type", f"{short(text)} is no conditional node")
         kind = ConditionalKind[text.upper()]
-        condition = item.number("condition", 0, self._conditions - 1)
+        condition = item.get("condition", int, 0, self._conditions - 1)
         if condition in self._used:
             raise item.wrong("condition", "it has a node already")
         self._used.add(condition)
         inner = self._inner(item, depth, _BODIES[kind])
-        params = ConditionalNodeParams(ConditionalHandle(condition), kind, len(inner))
-        return NodeRecord(name, params, inner=inner)
+        return {"handle": ConditionalHandle(condition), "kind": kind, "size": len(inner)}, inner
 
     def _inner(self, item: Plain, depth: int, most: int) -> tuple[GraphRecord, ...]:
-        graphs = item.items("inner")
+        graphs = item.get("inner", list)
         if not 1 <= len(graphs) <= most:
             raise item.wrong("inner", f"{len(graphs)} graphs")
         made = []
         for index, data in enumerate(graphs):
             graph = self.graph(Plain(data, item, ", inner[", index, "]"), depth + 1)
-            if any(isinstance(n.params, AllocNodeParams | FreeNodeParams) for n in graph.nodes):
+            others = graph.others.values()
+            if any(isinstance(n.params, AllocNodeParams | FreeNodeParams) for n in others):
                 raise item.wrong("inner", "alloc and free nodes belong into the outermost graph")
             made.append(graph)
         return tuple(made)
 
 
+_OTHER_KINDS = {
+    kind.name.lower(): made
+    for made, kind in KINDS.items()
+    if made not in (KernelNodeParams, HostNodeParams)
+}
+"""The kinds of nodes that are no kernels, and that a file can have."""
+_ADDRESSES = {
+    MemcpyNodeParams: ("dst", "src"),
+    MemsetNodeParams: ("dst",),
+    FreeNodeParams: ("address",),
+}
 _BODIES = {ConditionalKind.IF: 2, ConditionalKind.WHILE: 1, ConditionalKind.SWITCH: 1024}

@@ -12,9 +12,9 @@ then enlarged, and saving starts again.
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -732,31 +732,31 @@ def _check(
     """
     with tempfile.TemporaryDirectory(prefix="ostinato-") as name:
         folder = Path(name)
-        job = {
-            "path": str(draft.absolute()),
-            "code": None if code is None else str(code.absolute()),
+        job: dict[str, Any] = {
+            "path": draft.absolute(),
+            "code": None if code is None else code.absolute(),
             "device": context.driver.name,
             "rooms": _rooms(pieces, context),
-            "avoid": [[p.memory.address, p.memory.nbytes] for p in pieces if p.node is None],
-            "constants": _written(folder / "constants.npz", constants),
+            "avoid": [piece.memory for piece in pieces if piece.node is None],
+            "constants": constants,
             "scratch": None,
-            "loose": [[place, one.offset, one.other.hex()] for place, one in loose],
+            "loose": [(place, one.offset, one.other) for place, one in loose],
         }
         answer = _asked(folder, job)
         if answer["passed"]:
             return {}
         if answer["why"] == "strays":
-            return {int(n): Stray(*both) for n, both in answer["strays"].items()}
+            strays: dict[int, Stray] = answer["strays"]
+            return strays
         if answer["why"] == "loose":
             first = loose[answer["loose"]][1]
             raise GraphFileError(f"{first.why} (the results depend on it: {answer['what']})")
         if answer["why"] == "content":
-            unnamed = {str(i): c for i, c in enumerate(content.first) if c.size}
-            job["scratch"] = _written(folder / "scratch.npz", unnamed)
+            job["scratch"] = {i: c for i, c in enumerate(content.first) if c.size}
             again = _asked(folder, job)
             blamed = again.get("block")
             if blamed is not None:
-                piece = pieces[int(blamed)]
+                piece = pieces[blamed]
                 if piece.names:
                     raise GraphFileError(
                         f"{answer['what']}; they depend on what {', '.join(piece.names)} held "
@@ -773,30 +773,22 @@ def _check(
         )
 
 
-def _rooms(pieces: Sequence[_Piece], context: Context) -> dict[str, int]:
-    """Returns the bytes of its allocation that follow each block, by the block's index as text."""
+def _rooms(pieces: Sequence[_Piece], context: Context) -> dict[int, int]:
+    """Returns the bytes of its allocation that follow each block, by the block's index."""
     live = KnownRanges(context.driver.memory_range)
     found = {}
     for index, piece in enumerate(pieces):
         allocation = live(piece.memory.address) if piece.node is None else None
         if allocation is not None:
-            found[str(index)] = max(0, allocation.end - piece.memory.end)
+            found[index] = max(0, allocation.end - piece.memory.end)
     return found
-
-
-def _written(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> str | None:
-    if not arrays:
-        return None
-    with path.open("wb") as file:
-        np.savez(file, **{f"x{n}": array for n, array in arrays.items()})  # type: ignore[arg-type]
-    return str(path)
 
 
 def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
     """Runs a job in a fresh process and returns its answer."""
-    paper, reply = folder / "job.json", folder / "answer.json"
+    paper, reply = folder / "job", folder / "answer"
     reply.unlink(missing_ok=True)
-    paper.write_text(json.dumps({**job, "answer": str(reply)}))
+    paper.write_bytes(pickle.dumps({**job, "answer": reply}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-c", _PROGRAM, str(paper)]
     said, ended = "", "it did not end"
@@ -811,8 +803,8 @@ def _asked(folder: Path, job: Mapping[str, Any]) -> dict[str, Any]:
         )
         said, ended = done.stderr.strip().rpartition("\n")[2], f"status {done.returncode}"
     words = said or ended
-    with suppress(OSError, ValueError):
-        answer: dict[str, Any] = json.loads(reply.read_text())
+    with suppress(OSError):
+        answer: dict[str, Any] = pickle.loads(reply.read_bytes())
         if {"passed", "block", "loose"} & answer.keys():
             if said and answer.get("what"):  # for example, a kernel's failed assertion
                 answer["what"] += f" (the checking process wrote: {said})"
