@@ -2,8 +2,9 @@
 
 `src/ostinato/driver/_launch.c` makes replays and launches faster,
 `src/ostinato/interop/reading/_recheck.c` calls of graphed functions, and the C files in
-`src/ostinato/models/native` decode on a CPU from packed weights.  Without a C compiler the package
-installs and works without them (`ostinato doctor` reports that), and its wheel fits any machine.
+`src/ostinato/models/native` decode on a CPU from packed weights (x86-64 and 64-bit Arm).  Without a
+C compiler the package installs and works without them (`ostinato doctor` reports that), and its
+wheel fits any machine.
 The README's links are relative, so that they work in every copy of the repository; for a package
 index the project's address is put before them.
 """
@@ -37,7 +38,6 @@ NATIVE = Extension(
         "src/ostinato/models/native/avx512.c",
         "src/ostinato/models/native/avx2.c",
         "src/ostinato/models/native/neon.c",
-        "src/ostinato/models/native/plain.c",
     ],
     depends=[str(path) for path in sorted(Path("src/ostinato/models/native").glob("*.h"))],
     # The compiler must not fuse products and sums; the code does so explicitly.

@@ -99,8 +99,7 @@ CACHE_COMMANDS = [
     ("model", "list"),
     ("cache", "list"),
     ("cache", "clear"),
-    ("tune", "--list"),
-    ("tune", "--clear"),
+    ("tune",),
 ]
 PULL = ("model", "pull", "smollm2-135m")
 
@@ -173,7 +172,6 @@ def test_a_cache_folder_that_may_not_be_looked_into() -> None:
         (("cache", "clear", "--folder", __file__), "--folder"),
         (("cache", "list", "--folder", LONG), "--folder"),
         (("cache",), "Usage"),
-        (("tune", "--list", "--clear"), "not both"),
         (("inspect", "--json", "--dot"), "not both"),
         (("model", "pull"), "NAME"),
         (("nonsense",), "nonsense"),

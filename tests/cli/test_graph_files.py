@@ -197,7 +197,7 @@ def test_the_base_install_is_enough_for_what_needs_no_model(path: Path, weights:
     """Every other command says which extra it needs, and what to install."""
     program = (
         "import sys\n"
-        "extras = ('gguf', 'tokenizers', 'jinja2')\n"
+        "extras = ('gguf', 'safetensors', 'tokenizers', 'jinja2')\n"
         "extras += ('starlette', 'uvicorn', 'h11', 'prometheus_client')\n"
         "sys.modules.update(dict.fromkeys(extras))  # an import of None fails\n"
         "from ostinato.cli.main import run\n"
@@ -214,16 +214,18 @@ def test_the_base_install_is_enough_for_what_needs_no_model(path: Path, weights:
         "ended(0, 'graph', 'show', file)\n"
         "ended(0, 'graph', 'run', file, '--constants', weights)\n"
         "for command in ('generate x', 'chat', 'serve', 'inspect', 'bench --shape tiny',\n"
-        "                'tune --list', 'graph save x.graph', 'model show smollm2-135m'):\n"
+        "                'tune', 'graph save x.graph', 'model show smollm2-135m'):\n"
         "    ended(1, *command.split())\n"
     )
     environment = {"OSTINATO_DEVICE": "host", "OSTINATO_CACHE_DIR": str(path.parent / "cache")}
     done = python("-c", program, **environment)
     assert done.returncode == 0, done.stderr
     said = dict(part.split("\n", 1) for part in done.stderr.split("> ")[1:])
-    for command in ("generate x", "chat", "inspect", "bench --shape tiny", "tune --list"):
+    for command in ("generate x", "chat", "inspect", "bench --shape tiny", "tune"):
         name = command.split()[0]
-        words = f"error: `ostinato {name}` needs gguf, tokenizers, jinja2, not installed here"
+        words = (
+            f"error: `ostinato {name}` needs gguf, safetensors, tokenizers, jinja2, not installed"
+        )
         assert words in said[command], said[command]
         assert "pip install 'ostinato[llm]'" in said[command]
     assert "`ostinato graph save` needs gguf" in said["graph save x.graph"]

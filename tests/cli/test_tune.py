@@ -1,9 +1,8 @@
-"""`ostinato tune` where there is no GPU, what it lists, and (with one) that decoders use it."""
+"""`ostinato tune` where there is no GPU, and (with one) that decoders use what it stores."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ from ostinato.bench.random_weights import random_checkpoint
 from ostinato.device import Device
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda import shapes
-from ostinato.models.cuda.tunings import TuningKey, TuningStore
+from ostinato.models.cuda.tunings import TuningKey, save_tuning
 from ostinato.models.tune import search as tuning_bench
 from ostinato.models.tune.search import SweepResult
 from tests.cli.commands import Answer, here, process, refused
@@ -37,13 +36,6 @@ CONFIG = LlamaConfig(
 def tune(folder: Path, *arguments: str, device: str = "host") -> Answer:
     environ = {"OSTINATO_DEVICE": device, "OSTINATO_CACHE_DIR": str(folder), "COLUMNS": "160"}
     return (here if device == "host" else process)("tune", *arguments, **environ)
-
-
-def save(folder: Path, gpu: str = "Test GPU") -> Path:
-    key = TuningKey.of(CONFIG, 1, gpu)
-    tuning = shapes.default_tuning(CONFIG)
-    store = TuningStore(folder / "tunings")
-    return store.save(key, tuning, before={20: 110.0}, after={20: 99.6})
 
 
 @pytest.mark.parametrize("arguments", [(), ("--shape", "1B", "--rows", "8"), ("--json",)])
@@ -74,43 +66,11 @@ def test_bad_options_are_said(tmp_path: Path, arguments: tuple[str, ...], said: 
     refused(result, said)
 
 
-def test_listing_says_what_is_stored_and_what_is_not_used(tmp_path: Path) -> None:
-    assert json.loads(tune(tmp_path, "--list", "--json").out)["stored"] == []
-    save(tmp_path)
-    damaged = save(tmp_path, "Other GPU [red]")
-    damaged.write_text("{}")
-    listed = json.loads(tune(tmp_path, "--list", "--json").out)
-    assert listed["folder"] == str(tmp_path / "tunings")
-    by_gpu = {row["gpu"]: row for row in listed["stored"]}
-    assert by_gpu["Test GPU"]["after_us"] == {"20": 99.6}
-    assert by_gpu["Test GPU"]["problem"] is None
-    assert by_gpu[None]["problem"]
-    shown = tune(tmp_path, "--list").out
-    assert "Test GPU" in shown and shapes.shape_key(CONFIG) in shown
-    assert "not used" in shown
-    assert f"2 stored in {tmp_path}" in shown
-
-
 def test_a_folder_that_is_none_is_said(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("in the way")
-    for option in ("--list", "--clear"):
-        result = tune(file, option)
-        assert result.status == 1 and "Not a directory" in result.err and not result.out
-
-
-def test_what_is_no_file_is_listed_and_cleared(tmp_path: Path) -> None:
-    """Reading a FIFO without a writer does not end."""
-    (tmp_path / "tunings").mkdir()
-    os.mkfifo(tmp_path / "tunings" / "x.json")
-    assert "not a regular file" in tune(tmp_path, "--list").out
-    assert "1 tunings removed" in tune(tmp_path, "--clear").out
-
-
-def test_clearing(tmp_path: Path) -> None:
-    save(tmp_path)
-    assert json.loads(tune(tmp_path, "--clear", "--json").out)["removed"] == 1
-    assert "0 tunings removed" in tune(tmp_path, "--clear").out
+    result = tune(file)
+    assert result.status == 1 and "Not a directory" in result.err and not result.out
 
 
 def test_a_search_begins_with_what_is_stored(
@@ -123,9 +83,9 @@ def test_a_search_begins_with_what_is_stored(
         clusters=host_device.capabilities.clusters,
     )
     stored = replace(rule, programmatic=False)
-    store, begun = TuningStore(tmp_path), []
+    begun: list[shapes.Tuning] = []
     key = TuningKey.of(CONFIG, 1, host_device.properties.name)
-    path = store.save(key, stored, before={20: 110.0}, after={20: 99.6})
+    path = save_tuning(key, stored, before={20: 110.0}, after={20: 99.6}, folder=tmp_path)
     before = path.read_bytes()
 
     class Meter:
@@ -144,7 +104,7 @@ def test_a_search_begins_with_what_is_stored(
     monkeypatch.setattr(tuning_bench, "StepMeter", Meter)
     monkeypatch.setattr(tuning_bench.Sweep, "run", run)
     found = command._search(
-        host_device, lambda: random_checkpoint(CONFIG), 1, (20,), 1.0, store, keep=True
+        host_device, lambda: random_checkpoint(CONFIG), 1, (20,), 1.0, keep=True, folder=tmp_path
     )
     assert begun == [rule, stored]
     assert path.read_bytes() == before
@@ -161,15 +121,10 @@ def test_a_tuning_is_found_stored_and_used(cuda_device: Device, tmp_path: Path) 
     assert found["trials"] > 0
     assert not found["refused"]
     assert set(found["before_us"]) == set(found["after_us"]) == {"5", "100"}
-    listed = json.loads(tune(tmp_path, "--list", "--json", device="cuda:0").out)["stored"]
     again = json.loads(tune(tmp_path, *options, "--dry-run", "--json", device="cuda:0").out)
     assert again["from"] == found["tuning"], "what was found is not in use"
-    if found["stored"] is not None:  # the default may be as good
-        (row,) = listed
-        assert row["path"] == found["stored"] and row["problem"] is None
-        assert row["gpu"] == cuda_device.properties.name
-    else:
-        assert listed == []
+    stored = [str(path) for path in (tmp_path / "tunings").glob("*")]
+    assert stored == [found["stored"]] * found["improved"]
     shown = tune(tmp_path, *options, "--dry-run", device="cuda:0")
     assert shown.status == 0, shown.err
     assert "tokens/s" in shown.out

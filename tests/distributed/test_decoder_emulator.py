@@ -86,10 +86,7 @@ def test_ranks_agree_with_one_device_on_the_emulator(
             for _ in range(3):
                 seen = decoder.tokens()
                 drawn.append(decoder.decode())
-                answer = sample(
-                    decoder.logits(), 0.8, 40, 0.9, 5, len(seen), repetition_penalty=1.2,
-                    history=seen,
-                )  # fmt: skip
+                answer = sample(decoder.logits(), SAMPLING, len(seen), seen)
                 found.setdefault("reference", []).append(answer)
             found["drawn"] = drawn
             decoder.set_sampling(GREEDY)

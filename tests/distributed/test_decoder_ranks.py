@@ -225,23 +225,7 @@ def test_all_ranks_draw_the_same_token_from_all_logits(options: SamplingOptions)
         for _ in range(10):
             seen = decoder.tokens()
             drawn.append(decoder.decode())
-            reference.append(
-                sample(
-                    decoder.logits(),
-                    options.temperature,
-                    options.top_k,
-                    options.top_p,
-                    options.seed,
-                    len(seen),
-                    min_p=options.min_p,
-                    repetition_penalty=options.repetition_penalty,
-                    frequency_penalty=options.frequency_penalty,
-                    presence_penalty=options.presence_penalty,
-                    logit_bias=options.logit_bias,
-                    history=seen,
-                    answer=11,
-                )
-            )
+            reference.append(sample(decoder.logits(), options, len(seen), seen, 11))
             chosen, tokens, top = log_probabilities(decoder.logits(), drawn[-1], 2)
             found = decoder.logprobs()
             assert [token for token, _ in found.top] == tokens.tolist()

@@ -160,8 +160,7 @@ CALLS: dict[str, Call] = {
     "token_text": lambda g, n: g.tokenizer.token_text(n),
     "top_k": lambda g, n: SamplingOptions(top_k=n),
     "seed": lambda g, n: SamplingOptions(seed=n),
-    "sample top_k": lambda g, n: sample(np.zeros(3, np.float32), 1.0, top_k=n),
-    "sample position": lambda g, n: sample(np.zeros(3, np.float32), 1.0, position=n),
+    "sample position": lambda g, n: sample(np.zeros(3, np.float32), SamplingOptions(1.0), n),
     "uniform": lambda g, n: uniform(1, n),
 }
 
@@ -206,9 +205,9 @@ def test_numpys_numbers_draw_the_same_random_ones() -> None:
         expected = uniform(seed, position)
         assert uniform(np.uint64(seed), np.int64(position)) == expected
         logits = np.random.default_rng(0).standard_normal(99, np.float32)
-        plain = sample(logits, 1.0, top_k=50, seed=seed, position=position)
-        given = {"top_k": np.int8(50), "seed": np.uint64(seed), "position": np.int64(position)}
-        assert sample(logits, np.float32(1.0), **given) == plain
+        plain = sample(logits, SamplingOptions(1.0, top_k=50, seed=seed), position)
+        options = SamplingOptions(np.float32(1.0), top_k=np.int8(50), seed=np.uint64(seed))
+        assert sample(logits, options, np.int64(position)) == plain
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p"])

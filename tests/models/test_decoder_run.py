@@ -201,14 +201,8 @@ def test_sampling_is_the_reference_and_reaches_replays(decoder: Decoder) -> None
                 decoder.truncate(len(PROMPT) + 6)
                 del tokens[6:]
             tokens.append(decoder.prefill(PROMPT) if index == 0 else decoder.decode())
-            assert tokens[-1] == sample(
-                decoder.logits(), options.temperature, options.top_k, options.top_p, options.seed,
-                len(PROMPT) + index, min_p=options.min_p,
-                repetition_penalty=options.repetition_penalty,
-                frequency_penalty=options.frequency_penalty,
-                presence_penalty=options.presence_penalty, logit_bias=options.logit_bias,
-                history=[*PROMPT, *tokens[:index]], answer=len(PROMPT),
-            )  # fmt: skip
+            seen = [*PROMPT, *tokens[:index]]
+            assert tokens[-1] == sample(decoder.logits(), options, len(seen), seen, len(PROMPT))
         decoder.reset()
         assert [decoder.prefill(PROMPT), *decoder.run(count=11, tokens_per_launch=4)] == tokens
         return tokens

@@ -475,7 +475,7 @@ def test_files_that_may_not_be_read(folder: Path, tmp_path: Path) -> None:
 def test_bytes_behind_the_last_tensor(copy: Path) -> None:
     with (copy / "model.safetensors").open("ab") as file:
         file.write(b"more")
-    with pytest.raises(ModelFormatError, match=r"model\.safetensors: 4 bytes follow the last"):
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors: .*file not fully covered"):
         use(copy)
 
 

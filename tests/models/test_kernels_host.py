@@ -31,7 +31,7 @@ from ostinato.models.program import (
     describe,
     loop_call,
 )
-from ostinato.models.sampling import sample, uniform
+from ostinato.models.sampling import SamplingOptions, sample, uniform
 from tests.models import reference_llama as reference
 from tests.models.model_files import packed_matrix
 from tests.models.random_models import llama
@@ -430,7 +430,8 @@ def test_sample_is_the_reference(temperature: float, top_k: int, top_p: float) -
         )
         tokens, _ = sampled(live, logits, options)
         assert tokens[2] == 55
-        assert tokens[1] == sample(logits[1], temperature, top_k, top_p, seed, position + 1)
+        given = SamplingOptions(temperature, top_k, top_p, seed)
+        assert tokens[1] == sample(logits[1], given, position + 1)
         assert tokens[0] == logits[0].argmax()
     assert uniform(seed, 1) != uniform(seed, 2)
 
@@ -465,11 +466,11 @@ def test_penalty_and_min_p_are_the_references(
     for position in range(20):
         live = live_rows((0, position, 1, ACTIVE | SAMPLE))
         tokens, _ = sampled(live, logits, options, history=history)
-        plain = (logits[1], temperature, 40, 0.9, 7, position + 1)
+        plain = SamplingOptions(temperature, 40, 0.9, 7)
+        given = replace(plain, min_p=min_p, repetition_penalty=penalty)
         seen = history[1, : position + 1]
-        given = {"min_p": min_p, "repetition_penalty": penalty}
-        assert tokens[1] == sample(*plain, **given, history=seen)
-        others.add(tokens[1] == sample(*plain))
+        assert tokens[1] == sample(logits[1], given, position + 1, seen)
+        others.add(tokens[1] == sample(logits[1], plain, position + 1))
     if temperature:
         assert False in others, "the options change something"
     assert logits.tobytes() == model.tobytes(), "the model's own stay"

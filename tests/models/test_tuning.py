@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.kernels import checks
@@ -32,16 +32,10 @@ from ostinato.models.cuda import shapes
 from ostinato.models.cuda import tunings as choosing
 from ostinato.models.cuda.bricks import formats_of, packing
 from ostinato.models.cuda.legal import problems_of
-from ostinato.models.cuda.tunings import TuningKey, TuningStore, decode_tuning, encode_tuning
+from ostinato.models.cuda.tunings import TuningKey, decode_tuning, encode_tuning
 from ostinato.models.program import decode_program
 from ostinato.models.tune import search as tuning_bench
-from ostinato.models.tune.candidates import (
-    attention_shapes,
-    block_variants,
-    product_shapes,
-    start_variants,
-    warpgroup_variants,
-)
+from ostinato.models.tune.candidates import neighbours, start_variants, warpgroup_variants
 from ostinato.models.tune.search import StepMeter, Sweep, SweepResult
 from ostinato.models.weights import load_weights
 from tests.emulator.emulator import Emulator
@@ -81,14 +75,11 @@ def configs(draw: st.DrawFn) -> LlamaConfig:
 def candidates(
     config: LlamaConfig, rows: int, name: str, shared: int = shapes.MAX_SHARED
 ) -> list[shapes.Tuning]:
-    base = shapes.default_tuning(config, rows=rows, shared=shared)
-    if name == "attention":
-        has: Any = {"clusters": True, "shared": shared}
-        return [replace(base, attention=one) for one in attention_shapes(config, rows, **has)]
-    if name == "block":
-        return list(block_variants(base, config, 132))
-    made: list[Any] = list(product_shapes(config, name, rows, 132, shared=shared))
-    return [replace(base, **{name: one}) for one in made]
+    base = shapes.default_tuning(config, rows=rows, clusters=name == "block", shared=shared)
+    sizes: dict[str, Any] = {"rows": rows, "multiprocessors": 132, "context": 4096, "contexts": ()}
+    meter: Any = None
+    sweep = Sweep(config, base, meter, **sizes, clusters=True, shared=shared)
+    return list(sweep.candidates(name))
 
 
 STAGES = (*shapes.PRODUCTS.values(), "attention")
@@ -97,32 +88,35 @@ STAGES = (*shapes.PRODUCTS.values(), "attention")
 # ------------------------------------------------------------------------------------- candidates
 
 
-@settings(max_examples=settings().max_examples // 16)  # an example is a hundred candidates
+@settings(deadline=None)
 @given(
     config=configs(),
     rows=st.sampled_from([1, 2, 7, 8, 33, 64]),
     name=st.sampled_from([*STAGES, "block"]),
     shared=st.sampled_from([shapes.MAX_SHARED, SMALL_SHARED]),
+    data=st.data(),
 )
 def test_every_candidate_is_a_legal_launch_that_covers_all(
-    config: LlamaConfig, rows: int, name: str, shared: int
+    config: LlamaConfig, rows: int, name: str, shared: int, data: st.DataObject
 ) -> None:
     rows = 1 if name == "block" else rows
     products = shapes.products_of(config)
-    for tuning in candidates(config, rows, name, shared):
-        assert problems_of(config, rows, tuning, shared=shared) == ()
-        launches = kc.lower(decode_program(config), config, rows=rows, context=4096, tuning=tuning)
-        for one in {launch.kernel: launch for launch in launches}.values():
-            grid, block = one.config.grid, one.config.block
-            assert 1 <= math.prod(block) <= 1024
-            assert 1 <= grid[0] < 1 << 31 and 1 <= max(grid[1:]) <= 65535
-            assert one.config.shared <= shared
-            product = kc.PRODUCTS_OF.get(one.kernel)
-            if product is not None:
-                shape = getattr(tuning, product)
-                covered = grid[0] * shape.block_pairs
-                assert 0 <= covered - products[product].pairs < shape.block_pairs
-        assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
+    tunings = candidates(config, rows, name, shared)
+    assume(tunings)
+    tuning = data.draw(st.sampled_from(tunings))
+    assert problems_of(config, rows, tuning, shared=shared) == ()
+    launches = kc.lower(decode_program(config), config, rows=rows, context=4096, tuning=tuning)
+    for one in {launch.kernel: launch for launch in launches}.values():
+        grid, block = one.config.grid, one.config.block
+        assert 1 <= math.prod(block) <= 1024
+        assert 1 <= grid[0] < 1 << 31 and 1 <= max(grid[1:]) <= 65535
+        assert one.config.shared <= shared
+        product = kc.PRODUCTS_OF.get(one.kernel)
+        if product is not None:
+            shape = getattr(tuning, product)
+            covered = math.prod(grid) // getattr(shape, "blocks_k", 1) * shape.block_pairs
+            assert 0 <= covered - products[product].pairs < shape.block_pairs
+    assert kc.workspace_bytes(config, rows=rows, context=4096, tuning=tuning) < 1 << 31
 
 
 @pytest.mark.parametrize(
@@ -175,18 +169,6 @@ def test_products_of_a_small_model_ask_for_all_weights_before_the_wait(
         assert 36 <= blocks <= 132 and shape.cluster == shape.blocks_k
         assert shape.alone == (name != "qkv" or rows > 8 or not fast)
     assert shapes.default_tuning(config, rows=rows).qkv.cluster == 1  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("rows", [8, 16, 32, 64])
-@pytest.mark.parametrize("name", ["qkv", "output", "gate_up", "down"])
-def test_a_search_of_a_small_model_begins_near_the_rule(name: str, rows: int) -> None:
-    """The rule's cuts were the fastest or nearly so on an H100 and an H200."""
-    config = CONFIGS["135M"]
-    rule: Any = getattr(shapes.default_tuning(config, rows=rows, clusters=True), name)
-    first: Any = product_shapes(config, name, rows, 132, clusters=True)[:24]
-    cuts = [(one.tiles, one.split, one.blocks_k) for one in first]
-    assert (rule.tiles, rule.split, rule.blocks_k) in cuts
-    assert len(set(cuts)) > 12
 
 
 @pytest.mark.parametrize("name", ["1B", "8B", "70B"])
@@ -394,51 +376,20 @@ def test_there_is_something_to_try(name: str, rows: int, shared: int) -> None:
     assert bool(candidates(CONFIGS[name], 1, "block", shared)) == (name == "135M")
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8, 16])
-@pytest.mark.parametrize("name", ["135M", "1B", "8B"])
-def test_what_the_rule_takes_for_few_rows_is_tried_for_other_models_too(
-    name: str, rows: int
-) -> None:
-    config, known = CONFIGS[name], {"rows": rows, "clusters": True}
-    tuning, fast = (shapes.default_tuning(config, fast_memory=f, **known) for f in (False, True))
-    for stage in shapes.PRODUCTS.values():
-        made = product_shapes(config, stage, rows, 132, clusters=True)
-        assert getattr(tuning, stage) in made and getattr(fast, stage) in made, stage
-    attention = tuning.attention
-    if attention.resident:
-        attention = replace(attention, splits=1)
-    assert attention in attention_shapes(config, rows, clusters=True)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("name", ["135M", "8B", "odd"])
-def test_candidates_compile_and_fit_the_registers(name: str) -> None:
-    """The likeliest of each kind with and without turns; all of them would take minutes.  What the
-    rule's own tuning launches too is compiled by other tests."""
-    config = CONFIGS[name]
-    tuning = turned = rule = shapes.default_tuning(config)
-    for stage in shapes.PRODUCTS.values():
-        made: list[Any] = list(product_shapes(config, stage, 1, 132))
-        tuning = replace(tuning, **{stage: made[0]})
-        with_turns = [one for one in made if one.turns > 1 and one.ahead]
-        if with_turns:
-            turned = replace(turned, **{stage: with_turns[0]})
-    widest = max(
-        attention_shapes(config, 1, clusters=True), key=lambda s: s.warps * (s.queries + s.steps)
-    )
-
-    def launches(tuning: shapes.Tuning) -> dict[Any, Any]:
-        lowered = kc.lower(decode_program(config), config, rows=1, context=2048, tuning=tuning)
-        return {(one.source, one.options): one for one in lowered}
-
-    plain = launches(rule)
-    assert (turned == rule) == (name == "odd")  # whose products are too small for turns
-    for one in (replace(tuning, attention=widest), *([turned] if turned != rule else [])):
-        others = {key: launch for key, launch in launches(one).items() if key not in plain}
-        assert others
-        for launch in others.values():
-            report = check(KernelCheck(name, launch.source, launch.options), "sm_90")
-            assert report.problems == (), one
+def test_candidates_compile(name: str, rows: int) -> None:
+    """One in sixty of each stage; all of them would take hours.  Some do not fit the registers,
+    which costs time alone, and that is measured."""
+    config, sizes = CONFIGS[name], {"rows": rows, "context": 2048}
+    for stage in STAGES:
+        for tuning in candidates(config, rows, stage)[::60]:
+            made = kc.lower(decode_program(config), config, tuning=tuning, **sizes)
+            own = [one for one in made if kc.PRODUCTS_OF.get(one.kernel, one.kernel) == stage]
+            report = check(KernelCheck(name, own[0].source, own[0].options), "sm_90")
+            wrong = [line for line in report.problems if "local memory" not in line]
+            assert not wrong, (stage, getattr(tuning, stage))
 
 
 def test_places_to_start_are_all_tried() -> None:
@@ -539,12 +490,8 @@ def test_a_sweep_tries_both_ways_to_multiply(rows: int) -> None:
     assert not other.warpgroups and back == tuning
     for one in (tuning, other, back):
         assert not problems_of(config, rows, one)
-        for name in shapes.PRODUCTS.values():
-            of_kind = product_shapes(
-                config, name, rows, 132, clusters=True, warpgroups=one.warpgroups
-            )
-            assert of_kind
-            assert not problems_of(config, rows, replace(one, **{name: of_kind[0]}))
+        for tried in neighbours(one, "down"):
+            assert tried.down.warpgroup == int(one.warpgroups)  # type: ignore[union-attr]
 
 
 # ------------------------------------------------------------------------------------------ sweeps
@@ -691,8 +638,8 @@ def test_a_sweep_without_time_or_place_is_refused(
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> TuningStore:
-    return TuningStore(tmp_path / "tunings")
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "tunings"
 
 
 def tuned(rows: int = 1) -> shapes.Tuning:
@@ -700,11 +647,10 @@ def tuned(rows: int = 1) -> shapes.Tuning:
     return replace(base, attention=shapes.AttentionShape(1, 2, 2, 5))
 
 
-def save(
-    store: TuningStore, rows: int = 1, gpu: str = GPU, tuning: shapes.Tuning | None = None
-) -> Path:
+def save(store: Path, rows: int = 1, gpu: str = GPU, tuning: shapes.Tuning | None = None) -> Path:
     key = TuningKey.of(SMALL, rows, gpu)
-    return store.save(key, tuning or tuned(rows), before={20: 100.0}, after={20: 90.0})
+    times = {"before": {20: 100.0}, "after": {20: 90.0}}
+    return choosing.save_tuning(key, tuning or tuned(rows), **times, folder=store)
 
 
 def known_of(host: Device, **properties: int) -> dict[str, Any]:
@@ -714,9 +660,9 @@ def known_of(host: Device, **properties: int) -> dict[str, Any]:
     return choosing.known_of(device)
 
 
-def chosen(store: TuningStore, **changes: Any) -> shapes.Tuning:
+def chosen(store: Path, **changes: Any) -> shapes.Tuning:
     values = {"rows": 1, "context": 300, "gpu": GPU, "multiprocessors": 132}
-    return choosing.choose_tuning(SMALL, store=store, **values | changes)
+    return choosing.choose_tuning(SMALL, folder=store, **values | changes)
 
 
 def rule(rows: int = 1, gpu: str = GPU, shared: int = shapes.MAX_SHARED) -> shapes.Tuning:
@@ -725,22 +671,20 @@ def rule(rows: int = 1, gpu: str = GPU, shared: int = shapes.MAX_SHARED) -> shap
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_what_was_stored_is_used(store: TuningStore, rows: int) -> None:
+def test_what_was_stored_is_used(store: Path, rows: int) -> None:
     save(store, rows=rows)
     found = chosen(store, rows=rows)
     assert found == tuned(rows) != rule(rows=rows)
-    (entry,) = store.entries()
-    assert entry.problem is None and entry.after == {20: 90.0}
 
 
 @pytest.mark.parametrize("changes", [{"rows": 2}, {"gpu": "Another GPU"}])
-def test_a_tuning_is_for_its_key_alone(store: TuningStore, changes: dict[str, Any]) -> None:
+def test_a_tuning_is_for_its_key_alone(store: Path, changes: dict[str, Any]) -> None:
     save(store)
     assert chosen(store, **changes) == rule(**changes)
 
 
 def test_clusters_are_not_used_where_the_device_has_none(
-    store: TuningStore, caplog: pytest.LogCaptureFixture
+    store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 8, 8))
     save(store, tuning=clustered)
@@ -767,20 +711,20 @@ def test_what_a_block_may_have_is_known_of_a_device(
     ids=["H200", "H100", "L40S", "host"],
 )
 def test_the_rule_knows_how_fast_the_memory_is(
-    host_device: Device, store: TuningStore, bandwidth: float, count: int, fast: bool
+    host_device: Device, store: Path, bandwidth: float, count: int, fast: bool
 ) -> None:
     known = known_of(host_device, memory_bandwidth=int(bandwidth), multiprocessors=count)
     assert known["fast_memory"] is fast
     given: Any = {"rows": 8, "context": 2048, "clusters": True}
     found = choosing.choose_tuning(
-        CONFIGS["8B"], gpu="any", store=store, **{**known, **given, "multiprocessors": 132}
+        CONFIGS["8B"], gpu="any", folder=store, **{**known, **given, "multiprocessors": 132}
     )
     gate_up: Any = found.gate_up
     assert gate_up.tiles == (4 if fast else 2)
 
 
 def test_blocks_that_a_small_gpu_has_no_room_for_are_not_used_there(
-    store: TuningStore, caplog: pytest.LogCaptureFixture
+    store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = replace(tuned(16), down=shapes.MatrixShape(8, 1, 1, 1984, 2))
     save(store, 16, tuning=large)
@@ -796,7 +740,7 @@ def test_blocks_that_a_small_gpu_has_no_room_for_are_not_used_there(
     [(300, 132, 16), (8192, 132, 16), (8193, 132, 24), (100_000, 132, 128), (100_000, 10, 16)],
 )
 def test_a_stored_tuning_gets_clusters_for_a_longer_context(
-    store: TuningStore, context: int, multiprocessors: int, splits: int
+    store: Path, context: int, multiprocessors: int, splits: int
 ) -> None:
     """It gets no more than a multiprocessor has room for, and never fewer than were stored."""
     clustered = replace(tuned(), attention=shapes.AttentionShape(1, 2, 2, 16, 8))
@@ -809,13 +753,11 @@ def test_a_stored_tuning_gets_clusters_for_a_longer_context(
 
 
 def test_other_kernel_code_has_no_stored_tuning(
-    store: TuningStore, monkeypatch: pytest.MonkeyPatch
+    store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store)
     monkeypatch.setattr(choosing, "sources_digest", lambda: "0" * 32)
     assert chosen(store) == rule()
-    (entry,) = store.entries()
-    assert "other kernel code" in str(entry.problem)
 
 
 def test_the_code_of_every_kernel_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -858,10 +800,6 @@ DAMAGE = {
     "rows": lambda path: changed(path, rows="1"),
     "gpu": lambda path: changed(path, gpu=None),
     "tuning": lambda path: changed(path, tuning=None),
-    "times": lambda path: changed(path, after_us={"20": "soon"}),
-    "no times": lambda path: changed(path, after_us={"20": None}),
-    "endless": lambda path: changed(path, before_us={"20": 10**400}),
-    "infinite": lambda path: changed(path, after_us={"20": math.inf}),
     "illegal": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": 7}),
     "field": lambda path: break_tuning(path, "qkv", _VECTOR),
     "text": lambda path: break_tuning(path, "qkv", {**_VECTOR, "ahead": "0; rm -rf"}),
@@ -879,21 +817,20 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_file_costs_a_warning(
-    store: TuningStore, caplog: pytest.LogCaptureFixture, name: str
+    store: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     path = save(store)
     DAMAGE[name](path)
     with caplog.at_level(logging.WARNING):
         assert chosen(store) == rule()
     assert path.name in caplog.text and "not used" in caplog.text
-    assert len(store.entries()) == 1
     save(store)
     assert chosen(store) == tuned()
 
 
 @pytest.mark.parametrize("rows", [1, 9])
 def test_a_number_of_another_type_is_a_reason_and_no_crash(
-    store: TuningStore, caplog: pytest.LogCaptureFixture, rows: int
+    store: Path, caplog: pytest.LogCaptureFixture, rows: int
 ) -> None:
     """One shape's numbers may be compared with another's."""
     path = save(store, rows=rows)
@@ -913,32 +850,21 @@ def test_a_number_of_another_type_is_a_reason_and_no_crash(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(position=st.integers(0, 5000), byte=st.integers(0, 255))
-def test_no_flipped_byte_is_a_crash(store: TuningStore, position: int, byte: int) -> None:
+def test_no_flipped_byte_is_a_crash(store: Path, position: int, byte: int) -> None:
     path = save(store)
     data = bytearray(path.read_bytes())
     data[position % len(data)] = byte
     path.write_bytes(data)
     found = chosen(store)
     assert problems_of(SMALL, 1, found) == ()
-    store.entries()
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    blocked = TuningStore(tmp_path / "file" / "tunings")
-    assert blocked.entries() == ()
+    blocked = tmp_path / "file" / "tunings"
     assert chosen(blocked) == rule()
     with pytest.raises(NotAvailableError, match="OSTINATO_CACHE_DIR"):
         save(blocked)
-
-
-def test_clearing_removes_all_and_nothing_else(store: TuningStore) -> None:
-    save(store)
-    save(store, gpu="Another")
-    (store.folder / "notes.txt").write_text("mine")
-    assert store.clear() == 2
-    assert store.entries() == ()
-    assert (store.folder / "notes.txt").exists()
 
 
 @settings(deadline=None, max_examples=30)
@@ -1068,7 +994,7 @@ def test_positions_that_the_model_does_not_have_are_refused(host_device: Device)
 @pytest.mark.gpu
 @pytest.mark.alone  # it searches for so many seconds, and must come to candidates
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_sweep_on_the_device(cuda_device: Device, store: TuningStore, rows: int) -> None:
+def test_a_sweep_on_the_device(cuda_device: Device, store: Path, rows: int) -> None:
     config = config_of(9, 3, 64, inner=1536, vocabulary=8192, layers=3, tied_embeddings=True)
     count = cuda_device.properties.multiprocessors
     start = shapes.default_tuning(config, rows=rows, multiprocessors=count)

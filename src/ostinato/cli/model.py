@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,6 @@ import typer
 from ostinato import settings
 from ostinato.cli.arguments import AsJson, require_readable
 from ostinato.cli.plain import say
-from ostinato.cli.progress import byte_progress
 from ostinato.models.arguments import counted
 from ostinato.models.extra import require_extra
 from ostinato.models.files import store
@@ -52,9 +52,7 @@ def pull(name: Wanted) -> None:
         store.require_sound(name)
         say(f"{name} is there: {store.model_path(name)}")
         return
-    with byte_progress(f"fetching {name}") as progress:
-        path = store.pull(name, progress=progress)
-    say(str(path))
+    say(str(store.pull(name, show=sys.stderr.isatty())))
 
 
 @app.command("list")

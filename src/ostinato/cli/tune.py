@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +20,6 @@ from ostinato.models.extra import require_extra
 if TYPE_CHECKING:
     from ostinato.device import Device
     from ostinato.models import Checkpoint
-    from ostinato.models.cuda.tunings import TuningStore
 
 
 def tune(
@@ -46,8 +45,6 @@ def tune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Search and show, but store nothing.")
     ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="List what is stored.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all stored tunings.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Search for the decode kernels' best launch shapes on this GPU.
@@ -55,23 +52,15 @@ def tune(
     Decoders on this machine use what is found. The search begins with what is in use now. Every
     candidate is timed as a captured graph of the real step, and is taken only if its logits agree
     with the default's and are the same bits each time. What is found is kept in the cache folder
-    for this GPU, these sizes and this kernel code. The shapes are those of products with bfloat16
-    weights; products with packed ones go by a rule. The host device has nothing to tune.
+    for this GPU, these sizes and this kernel code, until its file is deleted. The shapes are those
+    of products with bfloat16 weights; products with packed ones go by a rule. The host device has
+    nothing to tune.
     """
     require_extra("`ostinato tune`")
     from ostinato.device import open_device
-    from ostinato.models.cuda.tunings import TuningStore
+    from ostinato.models.cuda.tunings import stored_in
 
-    if show_list and clear:
-        raise typer.BadParameter("--list or --clear, not both", param_hint="--clear")
-    store = TuningStore()
-    require_readable(store.folder)
-    if show_list:
-        _list(store, as_json)
-        return
-    if clear:
-        _clear(store, as_json)
-        return
+    require_readable(stored_in())
     contexts = tuple(dict.fromkeys(numbers(context, "--context")))
     if min(contexts) < 0:
         raise typer.BadParameter(f"{context!r}: positions begin at 0", param_hint="--context")
@@ -85,7 +74,7 @@ def tune(
                 "shapes to choose; `ostinato doctor` says what there is of a GPU"
             )
         weights = subject_of(shape, model)[1]
-        found = _search(opened, weights, rows, contexts, seconds, store, keep=not dry_run)
+        found = _search(opened, weights, rows, contexts, seconds, keep=not dry_run)
     if as_json:
         print(json.dumps(found))
     else:
@@ -98,16 +87,16 @@ def _search(
     rows: int,
     contexts: tuple[int, ...],
     seconds: float,
-    store: TuningStore,
     *,
     keep: bool,
+    folder: Path | None = None,
 ) -> dict[str, Any]:
     """Searches, and stores a faster result if `keep`."""
     import numpy as np
 
+    from ostinato.models.cuda import tunings
     from ostinato.models.cuda.dequantise import convert_on_device
     from ostinato.models.cuda.shapes import require_supported
-    from ostinato.models.cuda.tunings import TuningKey, choose_tuning, encode_tuning, known_of
     from ostinato.models.decoder import DEFAULT_CONTEXT
     from ostinato.models.tune.search import search
     from ostinato.models.weights import load_weights
@@ -120,25 +109,27 @@ def _search(
         )
     # The default context of decoders; shapes for longer contexts are derived from it.
     context = max(min(config.context_length, DEFAULT_CONTEXT), max(contexts) + 1)
-    key = TuningKey.of(config, rows, device.properties.name)
+    key = tunings.TuningKey.of(config, rows, device.properties.name)
     sizes: dict[str, Any] = {"rows": rows, "context": context}
     # A stored result is replaced only by a faster one.
-    start = choose_tuning(config, **sizes, gpu=key.gpu, store=store, **known_of(device))
+    known = tunings.known_of(device)
+    start = tunings.choose_tuning(config, **sizes, gpu=key.gpu, folder=folder, **known)
     given: dict[str, Any] = {"contexts": contexts, "seconds": seconds}
     with closing(weights), status() as tell:
         result = search(device, weights, start, **sizes, **given, tell=tell)
         tell("")
     path = None
     if keep and result.improved:
-        path = store.save(key, result.tuning, before=result.before, after=result.after)
+        times = {"before": result.before, "after": result.after}
+        path = tunings.save_tuning(key, result.tuning, **times, folder=folder)
     return {
         "gpu": key.gpu,
         "shape": key.shape,
         "rows": rows,
         "before_us": result.before,
         "after_us": result.after,
-        "from": encode_tuning(start),
-        "tuning": encode_tuning(result.tuning),
+        "from": tunings.encode_tuning(start),
+        "tuning": tunings.encode_tuning(result.tuning),
         "trials": len(result.trials),
         "refused": list(result.refused),
         "improved": result.improved,
@@ -162,37 +153,3 @@ def _show(found: dict[str, Any]) -> None:
         print("nothing is faster than the shapes in use: nothing is stored")
     elif found["stored"] is not None:
         say(f"stored in {found['stored']}; decoders of these sizes use it from now on")
-
-
-def _list(store: TuningStore, as_json: bool) -> None:
-    rows: list[dict[str, Any]] = [
-        {
-            "path": str(entry.path),
-            **dict.fromkeys(("gpu", "shape", "rows", "kernels")),
-            **({} if entry.key is None else asdict(entry.key)),
-            "before_us": entry.before,
-            "after_us": entry.after,
-            "problem": entry.problem,
-        }
-        for entry in store.entries()
-    ]
-    if as_json:
-        print(json.dumps({"folder": str(store.folder), "stored": rows}))
-        return
-    for row in rows:
-        times = ", ".join(f"{us:.0f} us at {c}" for c, us in (row["after_us"] or {}).items())
-        say(f"{row['gpu']}, {row['shape']}, {row['rows']} rows: {times}")
-        if row["problem"]:
-            say(f"  not used: {row['path']}: {row['problem']}")
-    say(f"{len(rows)} stored in {store.folder}; everything else is by the default rule")
-    print("shape: hidden-inner-heads-kv_heads-head_size-vocabulary")
-
-
-def _clear(store: TuningStore, as_json: bool) -> None:
-    removed = store.clear()
-    if as_json:
-        print(json.dumps({"folder": str(store.folder), "removed": removed}))
-    else:
-        say(f"{removed} tunings removed from {store.folder}")
-    if left := len(store.entries()):
-        raise NotAvailableError(f"{left} tunings in {store.folder} cannot be removed by this user")

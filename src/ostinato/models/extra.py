@@ -7,7 +7,7 @@ import importlib.util
 
 from ostinato.errors import NotAvailableError
 
-_LLM = ("gguf", "tokenizers", "jinja2")
+_LLM = ("gguf", "safetensors", "tokenizers", "jinja2")
 _NEEDED = {
     "llm": _LLM,
     # The error names one command that installs everything.

@@ -274,17 +274,8 @@ def log_probabilities(
 
 def sample(
     logits: npt.NDArray[np.float32],
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
+    options: SamplingOptions = GREEDY,
     position: int = 0,
-    *,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    frequency_penalty: float = 0.0,
-    presence_penalty: float = 0.0,
-    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
     history: npt.ArrayLike = (),
     answer: int = 0,
 ) -> int:
@@ -300,12 +291,8 @@ def sample(
 
     A NaN logit counts as minus infinity, so that an index is always returned: the caller must check
     the logits for NaN to find a broken model.  If all logits are minus infinity, the result is 0;
-    if any is plus infinity, the first such.  Raises InputError for other shapes and bad options.
+    if any is plus infinity, the first such.  Raises InputError for other shapes.
     """
-    options = SamplingOptions(
-        temperature, top_k, top_p, seed, min_p, repetition_penalty, frequency_penalty,
-        presence_penalty, logit_bias,
-    )  # fmt: skip
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise InputError(
             f"logits are {logits.dtype} {list(logits.shape)}, must be float32 (vocabulary,)"

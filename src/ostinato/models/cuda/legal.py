@@ -32,9 +32,8 @@ from ostinato.models.cuda.shapes import (
 )
 
 _OF_LAYERS = {*PRODUCTS.values()} - {"head"}
-VECTOR_LOADS = (4, 30)
-"""The least and the most 16-byte loads in flight of a thread of matvec.cu: fewer do not cover the
-memory's latency, more do not fit the registers."""
+_MOST_LOADS = 30
+"""The most 16-byte loads in flight of a thread of matvec.cu, for which it has registers."""
 
 
 def problems_of(
@@ -104,17 +103,13 @@ def vector_problem(shape: VectorShape, product: Product, shared: int = MAX_SHARE
         return f"{s.warps} warps in teams of {s.split}"
     if s.turns > MAX_TURNS or s.ahead >= s.turns:
         return f"{s.ahead} turns ahead of {s.turns}"
-    loads = vector_steps(s, product) * s.pairs * 2
+    loads = -(-(product.inputs // 8) // (s.lanes * s.split)) * s.pairs * 2
     fixed = 48 if s.turns == 1 else 72  # with turns, the registers hold weights of two turns
-    if loads > VECTOR_LOADS[1] or (fixed + 4 * loads) * 32 * s.warps > REGISTERS:
+    if loads > _MOST_LOADS or (fixed + 4 * loads) * 32 * s.warps > REGISTERS:
         return f"{loads} loads a thread in {s.warps} warps do not fit the registers"
     if s.shared_bytes(product.inputs) + s.static_bytes > shared + STATIC_SHARED:
         return f"{product.inputs} inputs do not fit shared memory"
     return None
-
-
-def vector_steps(shape: VectorShape, product: Product) -> int:
-    return -(-(product.inputs // 8) // (shape.lanes * shape.split))
 
 
 def matrix_problem(

@@ -15,12 +15,10 @@ used, and the reason is logged.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,32 +54,29 @@ def choose_tuning(
     rows: int,
     context: int,
     gpu: str,
-    store: TuningStore | None = None,
+    folder: Path | None = None,
     **known: Any,
 ) -> Tuning:
     """Returns the tuning for steps of `rows` rows on a GPU of this name, of which the rule knows
     `known` (`known_of`).
 
-    `context`: positions of a sequence.  A stored tuning that is damaged or does not fit is not
-    used; a warning with the reason is logged.  Raises UnsupportedModelError.
+    `context`: positions of a sequence.  `folder`: see `stored_in`.  A stored tuning that is damaged
+    or does not fit is not used; a warning with the reason is logged.  Raises UnsupportedModelError.
     """
     default = default_tuning(config, rows=rows, context=context, **known)
-    path = (store or TuningStore()).folder / TuningKey.of(config, rows, gpu).name
-    stored = _read(path)
-    if stored is None:
+    key = TuningKey.of(config, rows, gpu)
+    path = stored_in(folder) / key.name
+    try:
+        found = decode_tuning(_read(path, key), default)
+        has = {name: known.get(name, False) for name in ("clusters", "warpgroups")}
+        problem = "; ".join(problems_of(config, rows, found, **has, shared=default.shared))
+        if not problem:
+            sizes = {"rows": rows, "context": context}
+            return for_context(found, config, **sizes, multiprocessors=known["multiprocessors"])
+    except FileNotFoundError:
         return default
-    problem = stored.problem
-    if problem is None:
-        try:
-            found = decode_tuning(stored.tuning, default)
-            has = {name: known.get(name, False) for name in ("clusters", "warpgroups")}
-            has["shared"] = default.shared
-            problem = "; ".join(problems_of(config, rows, found, **has))
-            if not problem:
-                sizes = {"rows": rows, "context": context}
-                return for_context(found, config, **sizes, multiprocessors=known["multiprocessors"])
-        except ValueError as error:
-            problem = str(error)
+    except (OSError, UntrustedError, ValueError, RecursionError) as error:
+        problem = str(error)
     _log.warning("the tuning %s is not used: %s; `ostinato tune` makes another", path, problem)
     return default
 
@@ -128,20 +123,6 @@ class TuningKey:
         return hashlib.sha256(text.encode()).hexdigest()[:32] + ".json"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTuning:
-    """A tuning's file.  `problem`: the reason why it is not used, or None; the other fields are set
-    only for a file that was parsed.  `tuning`: not yet decoded.  `before`, `after`: microseconds of
-    a step by context."""
-
-    path: Path
-    problem: str | None = None
-    key: TuningKey | None = None
-    tuning: object = None
-    before: Mapping[int, float] | None = None
-    after: Mapping[int, float] | None = None
-
-
 _STORED = (*PRODUCTS.values(), "attention", "block", "start_next", "programmatic")
 """The fields of a tuning that a file has; others, such as the shapes of packed products, are set by
 the rule."""
@@ -174,90 +155,54 @@ def decode_tuning(data: object, base: Tuning) -> Tuning:
     return replace(base, **made)
 
 
-class TuningStore:
-    """The folder of tunings; `folder` is "tunings" in the cache folder of the settings if None.
+def stored_in(folder: Path | None = None) -> Path:
+    """Returns the folder of the tunings, which may not exist: `folder`, or "tunings" in the cache
+    folder of the settings."""
+    return settings.cache_dir() / "tunings" if folder is None else folder
 
-    Reading never raises for damaged or unreadable files.
+
+def save_tuning(
+    key: TuningKey,
+    tuning: Tuning,
+    *,
+    before: Mapping[int, float],
+    after: Mapping[int, float],
+    folder: Path | None = None,
+) -> Path:
+    """Writes a tuning atomically, replacing an older one, and returns its path.
+
+    `before`, `after`: microseconds of a step by context.  `folder`: see `stored_in`.  Raises
+    NotAvailableError if the folder cannot be written.
     """
-
-    def __init__(self, folder: Path | str | None = None) -> None:
-        self.folder = settings.cache_dir() / "tunings" if folder is None else Path(folder)
-        """The folder of the files; it may not exist."""
-
-    def save(
-        self,
-        key: TuningKey,
-        tuning: Tuning,
-        *,
-        before: Mapping[int, float],
-        after: Mapping[int, float],
-    ) -> Path:
-        """Writes a tuning atomically, replacing an older one, and returns its path.  Raises
-        NotAvailableError if the folder cannot be written."""
-        record = {
-            "schema": _SCHEMA,
-            **asdict(key),
-            "tuning": encode_tuning(tuning),
-            "before_us": {str(c): us for c, us in before.items()},
-            "after_us": {str(c): us for c, us in after.items()},
-        }
-        path = self.folder / key.name
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            replace_file(path, (json.dumps(record, indent=1) + "\n").encode(), private=False)
-        except OSError as error:
-            raise NotAvailableError(
-                f"the tuning cannot be written to {self.folder}: {error}; OSTINATO_CACHE_DIR names "
-                "another folder"
-            ) from error
-        return path
-
-    def entries(self) -> tuple[StoredTuning, ...]:
-        """Returns every file of the folder, unusable ones with the reason."""
-        paths = sorted(self.folder.glob("*.json"))
-        return tuple(stored for path in paths if (stored := _read(path)) is not None)
-
-    def clear(self) -> int:
-        """Removes every file; returns their number."""
-        removed = 0
-        for stored in self.entries():
-            with contextlib.suppress(OSError):
-                stored.path.unlink()
-                removed += 1
-        return removed
-
-
-def _read(path: Path) -> StoredTuning | None:
-    """Reads a file; None if there is no such file."""
+    record = {
+        "schema": _SCHEMA,
+        **asdict(key),
+        "tuning": encode_tuning(tuning),
+        "before_us": before,
+        "after_us": after,
+    }
+    path = stored_in(folder) / key.name
     try:
-        with open_regular(path, private=False) as file:
-            data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except (OSError, UntrustedError) as error:
-        return StoredTuning(path, f"it cannot be read ({error})")
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode(), private=False)
+    except OSError as error:
+        raise NotAvailableError(
+            f"the tuning cannot be written to {path.parent}: {error}; OSTINATO_CACHE_DIR names "
+            "another folder"
+        ) from error
+    return path
+
+
+def _read(path: Path, key: TuningKey) -> object:
+    """Returns the tuning in a file, not decoded yet.  Raises FileNotFoundError; ValueError,
+    RecursionError, UntrustedError or OSError for a file that is not used."""
+    with open_regular(path, private=False) as file:
+        data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        return StoredTuning(path, f"it has more than {_MAX_BYTES} bytes")
-    try:
-        record = json.loads(data)
-        if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
-            return StoredTuning(path, f"it is no {_SCHEMA} file")
-        key = TuningKey(*(record[name] for name in ("gpu", "shape", "rows", "kernels")))
-        before, after = (_times(record[name]) for name in ("before_us", "after_us"))
-        problem = None
-        if key.kernels != sources_digest():
-            problem = "it was made for other kernel code"
-        elif path.name != key.name:
-            problem = "it was made for something else than its name says"
-        return StoredTuning(path, problem, key, record["tuning"], before, after)
-    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        return StoredTuning(path, f"it is damaged ({type(error).__name__}: {error})")
-
-
-def _times(data: object) -> dict[int, float]:
-    if not isinstance(data, dict):
-        raise ValueError("its times are no table")
-    found = {int(context): float(us) for context, us in data.items()}
-    if not all(math.isfinite(us) and us > 0 for us in found.values()):
-        raise ValueError("its times are no times")
-    return found
+        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+    record = json.loads(data)
+    if not isinstance(record, dict) or record.get("schema") != _SCHEMA:
+        raise ValueError(f"it is no {_SCHEMA} file")
+    if {name: record.get(name) for name in asdict(key)} != asdict(key):
+        raise ValueError("it was made for something else than its name says")
+    return record.get("tuning")

@@ -2,9 +2,7 @@
 
 Quantised matrices are converted to GGUF's types on reading (`quantised`).
 
-The head is parsed here and not by the `safetensors` package, which has no bfloat16 for NumPy and
-reads only whole tensors.  The format, and the rule that there are no gaps between tensors:
-https://huggingface.co/docs/safetensors/index#format
+The package `safetensors` reads the heads alone: it has no bfloat16 for NumPy, and copies tensors.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
 
 from ostinato.errors import ModelError, ModelFormatError, UnsupportedModelError
-from ostinato.models.arguments import quoted
+from ostinato.models.arguments import quoted, shown
 from ostinato.models.config import LlamaConfig
 from ostinato.models.files.checkpoint import (
     JsonTokenizerSource,
@@ -30,11 +28,10 @@ from ostinato.models.files.checkpoint import (
     name_in_layer,
 )
 from ostinato.models.files.quantised import Quantisation
-from ostinato.models.files.reading import MAX_JSON, forget, map_file, parse_object, read_json, unmap
+from ostinato.models.files.reading import MAX_JSON, forget, map_file, open_file, read_json, unmap
 
-SUPPORTED_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+SUPPORTED_DTYPES = ("F32", "F16", "BF16")
 
-_MAX_VALUES = 1 << 40
 _COMPARED = 1 << 22  # bytes compared at a time
 _INDEX = "model.safetensors.index.json"
 
@@ -112,8 +109,7 @@ def open_folder(path: Path) -> SafetensorsCheckpoint:
         files, indexed = _shards(path)
         for file in files:
             mapped[file] = map_file(file)
-            with memoryview(mapped[file]) as data:
-                _read_shard(data, file, found)
+            _read_shard(file, found)
         found.require_places(indexed, path / _INDEX)
         tensors = check_tensors(config, found.with_made(), str(path))
         if found.tied_head is not None:
@@ -213,10 +209,7 @@ class _Found:
         else:
             into, key = self.tensors, canonical
             if entry.type not in SUPPORTED_DTYPES:
-                raise UnsupportedModelError(
-                    f"{path}: tensor {quoted(entry.name)} is of type {entry.type}, which is not "
-                    f"supported; supported: {', '.join(SUPPORTED_DTYPES)}"
-                )
+                raise _unsupported(path, entry.name, entry.type)
         if key in into:
             raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} is in another shard too")
         into[key] = entry
@@ -249,78 +242,43 @@ class _Found:
         return made
 
 
-def _read_shard(data: memoryview, path: Path, found: _Found) -> None:
-    size = int.from_bytes(data[:8], "little")
-    if data.nbytes < 8 or size > data.nbytes - 8:
-        raise ModelFormatError(
-            f"{path}: the head should be {size} bytes long, the file has {data.nbytes}; it is no "
-            "safetensors file, or was cut short"
-        )
+def _read_shard(path: Path, found: _Found) -> None:
+    """Adds the tensors of a file, whose head `safetensors` reads and checks: the tensors have the
+    sizes of their shapes, and fill the file without gaps."""
+    with open_file(path) as raw:
+        size = int.from_bytes(raw.read(8), "little")
     if size > MAX_JSON:
         raise ModelFormatError(f"{path}: the head is {size} bytes long, more than {MAX_JSON}")
-    head = parse_object(bytes(data[8 : 8 + size]), f"{path} (head)")
-    head.pop("__metadata__", None)
-    start = 8 + size
-    entries = sorted(
-        (_entry(name, value, start, path) for name, value in head.items()),
-        key=lambda entry: (entry.offset, entry.size),
-    )
-    end = start
-    for entry in entries:
-        if entry.offset != end:
-            kind = "overlaps the one before" if entry.offset < end else "leaves a hole before it"
-            raise ModelFormatError(f"{path}: tensor {quoted(entry.name)} {kind}")
-        end += entry.size
-    if end > data.nbytes:
+    try:
+        with safe_open(path, "np") as file:
+            slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            described = [(name, one.get_dtype(), one.get_shape()) for name, one in slices]
+    except SafetensorError as error:
         raise ModelFormatError(
-            f"{path}: tensors need {end} bytes, the file ends at {data.nbytes}; it was cut short, "
-            "fetch it again"
-        )
-    if end < data.nbytes:
-        raise ModelFormatError(
-            f"{path}: {data.nbytes - end} bytes follow the last tensor, which ends at {end}"
-        )
-    for entry in entries:
+            f"{path}: {shown(str(error), 100)}; it is no safetensors file, or damaged: fetch it "
+            "again"
+        ) from None
+    at = 8 + size
+    for name, kind, shape in described:
+        if kind not in _SIZES:
+            raise _unsupported(path, name, kind)
+        entry = RawTensor(name, kind, tuple(shape), path, at, math.prod(shape) * _SIZES[kind])
         found.add(entry, path)
+        at += entry.size
 
 
-# Bytes a value of every dtype of the format: the layout is checked for unsupported ones, too.
+def _unsupported(path: Path, name: str, kind: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: tensor {quoted(name)} is of type {kind}, which is not supported; supported: "
+        f"{', '.join(SUPPORTED_DTYPES)}"
+    )
+
+
+# Bytes a value of the dtypes whose places are known, also of unsupported ones.
 _SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2,
     "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-
-
-def _entry(name: str, value: object, start: int, path: Path) -> RawTensor:
-    """Parses one tensor's entry in the head and checks every number."""
-    place = f"{path}: tensor {quoted(name)}"
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{place}: its entry is no object")
-    kind, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(kind, str):
-        raise ModelFormatError(f"{place}: it has no dtype")
-    if kind not in _SIZES:
-        raise UnsupportedModelError(
-            f"{place} is of type {quoted(kind)}, which is not supported; supported: "
-            f"{', '.join(SUPPORTED_DTYPES)}"
-        )
-    if not _are_sizes(shape) or len(shape) > 8 or math.prod(shape) > _MAX_VALUES:
-        raise ModelFormatError(f"{place} has the impossible shape {quoted(shape)}")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise ModelFormatError(f"{place} has the impossible data_offsets {quoted(offsets)}")
-    size = math.prod(shape) * _SIZES[kind]
-    begin, end = offsets
-    if end - begin != size:
-        raise ModelFormatError(
-            f"{place}: {kind} {shape} takes {size} bytes, data_offsets {offsets} say {end - begin}"
-        )
-    return RawTensor(name, kind, tuple(shape), path, start + begin, size)
-
-
-def _are_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        type(number) is int and 0 <= number < 1 << 62 for number in value
-    )
 
 
 def _canonical(name: str, path: Path) -> str | None:

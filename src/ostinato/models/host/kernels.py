@@ -36,7 +36,7 @@ from ostinato.models.program import (
     SIGNATURES,
     parameter_names,
 )
-from ostinato.models.sampling import changed_by, log_probabilities
+from ostinato.models.sampling import SamplingOptions, changed_by, log_probabilities
 from ostinato.models.sampling import sample as sample_reference
 
 _CHUNK = 1 << 15  # logprobs of one attention product: rows * KV length
@@ -458,8 +458,8 @@ def sample(a: Given) -> None:
         if temperature == 0:
             token = best
         else:
-            draw = (temperature, top_k, top_p, seed, position + 1)
-            token = sample_reference(values, *draw, min_p=min_p)
+            options = SamplingOptions(temperature, top_k, top_p, seed, min_p)
+            token = sample_reference(values, options, position + 1)
         if logprobs and np.isfinite(logits.max()):
             entry = a.logprobs.view(LOGPROBS)[sequence * a.ring_size + (position + 1) % a.ring_size]
             found = log_probabilities(logits, token, logprobs - 1)

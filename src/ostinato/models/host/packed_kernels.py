@@ -34,10 +34,12 @@ _DEFAULT_MOST = 16
 _PACKED = ("table", "weight")  # the parameters that are matrices
 
 _extension, _missing = load_extension("ostinato.models._native")
+if _extension is not None and not _extension.INSTRUCTIONS:
+    _extension, _missing = None, "this processor has neither AVX2 nor AVX-512"
 
 
 def compiled() -> bool:
-    """True if the extension was loaded."""
+    """True if the extension was loaded, and this processor has the instructions of its kernels."""
     return _extension is not None
 
 

@@ -58,7 +58,7 @@ typedef struct {
  *
  * Every sum runs over sixteen lanes in order of the index, then over the lanes as a tree.  So an
  * output depends on its inputs alone, and not on the number of rows, the thread or the split into
- * pieces.  Instruction sets with a fused multiply-add give the same bits. */
+ * pieces.  All instruction sets give the same bits. */
 typedef struct {
     const char *name;
     /* Unpacks a row's values. */
@@ -86,15 +86,14 @@ typedef struct {
 const kernel_set *ostinato_avx512(void);
 const kernel_set *ostinato_avx2(void);
 const kernel_set *ostinato_neon(void);
-const kernel_set *ostinato_plain(void);
 
 /* The kernel sets that are compiled for this architecture, the best first. */
 #if defined(__x86_64__)
-#define KERNEL_SETS ostinato_avx512, ostinato_avx2, ostinato_plain
+#define KERNEL_SETS ostinato_avx512, ostinato_avx2
 #elif defined(__aarch64__) && defined(__ARM_NEON)
-#define KERNEL_SETS ostinato_neon, ostinato_plain
+#define KERNEL_SETS ostinato_neon
 #else
-#define KERNEL_SETS ostinato_plain
+#error "there are kernels for x86-64 and 64-bit Arm; elsewhere NumPy computes"
 #endif
 
 #endif

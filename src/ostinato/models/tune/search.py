@@ -1,5 +1,5 @@
 """The search for better launch shapes: `StepMeter` times a step with a tuning on a device, `Sweep`
-changes one shape at a time and keeps the faster tuning.
+goes from the best tuning so far to a faster neighbour of it, one shape at a time.
 
 It uses public names only, and the decoder's own program, plan and kernels, so it measures what will
 run.  The stages with the largest expected gain come first.  The time of the whole step decides,
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from ostinato.driver.closeable import Closeable
 from ostinato.errors import CompileError, ContextPoisonedError, DriverError, InputError
 from ostinato.models.config import LlamaConfig
 from ostinato.models.cuda.backend import load_kernel
+from ostinato.models.cuda.legal import problems_of
 from ostinato.models.cuda.lowering import (
     PRODUCTS_OF,
     CudaLaunch,
@@ -43,9 +44,8 @@ from ostinato.models.cuda.tunings import known_of
 from ostinato.models.plan import BufferPlan, PlanSizes
 from ostinato.models.program import ACTIVE, FROM_STATE, OPTIONS, ROW, SAMPLE, STATE, decode_program
 from ostinato.models.tune.candidates import (
-    attention_shapes,
     block_variants,
-    product_shapes,
+    neighbours,
     start_variants,
     warpgroup_variants,
 )
@@ -361,23 +361,29 @@ class Sweep:
         return sum(self.meter.microseconds(tuning, context, **how) for context in contexts)
 
     def stage(self, name: str, until: float) -> None:
-        """Times a stage's candidates until the clock reaches `until`, and keeps the best."""
+        """Times a stage's candidates and keeps the best, again and again until none is better or
+        the clock reaches `until`."""
         # The context's length affects the time of the attention and of the kernel after it only.
         contexts = self.contexts[:1] if name in PRODUCTS.values() else self.contexts
-        found: list[Trial] = []
         fastest = math.inf
-        # Keyed by text: a tuning's `start_next` is a mapping, which is not hashable.
-        wanted = [*{repr(one): one for one in self.candidates(name) if one != self.best}.values()]
-        for index, tuning in enumerate(wanted):
-            if self.clock() >= until:
-                break
-            if index % _CHUNK == 0:
-                self.meter.prepare(wanted[index : index + _CHUNK])
-            enough = fastest * (1 + _HOPELESS) if len(contexts) == 1 else math.inf
-            found.append(Trial(name, tuning, self.cost(tuning, contexts, enough=enough)))
-            fastest = min(fastest, found[-1].microseconds)
-        self.trials += found
-        self._choose(sorted(found, key=lambda t: t.microseconds)[:_FINALISTS], contexts)
+        # Texts: a tuning's `start_next` is a mapping, which is not hashable.
+        seen = {repr(self.best)}
+        before = None
+        while before is not self.best:
+            before, found = self.best, []
+            wanted = {repr(one): one for one in self.candidates(name)}
+            fresh = [one for text, one in wanted.items() if text not in seen]
+            for index, tuning in enumerate(fresh):
+                if self.clock() >= until:
+                    break
+                if index % _CHUNK == 0:
+                    self.meter.prepare(fresh[index : index + _CHUNK])
+                enough = fastest * (1 + _HOPELESS) if len(contexts) == 1 else math.inf
+                found.append(Trial(name, tuning, self.cost(tuning, contexts, enough=enough)))
+                seen.add(repr(tuning))
+                fastest = min(fastest, found[-1].microseconds)
+            self.trials += found
+            self._choose(sorted(found, key=lambda t: t.microseconds)[:_FINALISTS], contexts)
 
     def _choose(self, finalists: list[Trial], contexts: Sequence[int]) -> None:
         """Makes the fastest finalist the best if careful measurements and its results allow it."""
@@ -394,24 +400,26 @@ class Sweep:
                 break
             self.refused.append(f"{trial.stage}: {why}")
 
-    def candidates(self, name: str) -> Sequence[Tuning]:
-        """Returns the tunings that a stage tries, from the best so far; none for a kernel that the
-        best does not launch."""
+    def candidates(self, name: str) -> Iterator[Tuning]:
+        """Yields the tunings that a stage tries next to the best so far, those which this device
+        can launch; none for a kernel that the best does not launch."""
         best, config, count = self.best, self.config, self.multiprocessors
         if best.block is not None and name in ("qkv", "attention", "output"):
-            return ()
+            return
         if name == "start":
-            return start_variants(best)
-        if name == "block":
-            return block_variants(best, config, count)
-        if name == "warpgroups":
-            return warpgroup_variants(best, config, self.rows, count)
-        if name == "attention":
-            shapes = attention_shapes(config, self.rows, clusters=self.clusters, shared=self.shared)
-            sizes = {"rows": self.rows, "context": self.context, "multiprocessors": count}
-            return [for_context(replace(best, attention=one), config, **sizes) for one in shapes]
-        made = product_shapes(
-            config, name, self.rows, count,
-            clusters=self.clusters, warpgroups=best.warpgroups, shared=self.shared,
-        )  # fmt: skip
-        return [replace(best, **{name: shape}) for shape in made]  # type: ignore[arg-type]
+            made: Iterable[Tuning] = start_variants(best)
+        elif name == "block":
+            made = block_variants(best, config, count)
+        elif name == "warpgroups":
+            made = warpgroup_variants(best, config, self.rows, count)
+        else:
+            made = neighbours(best, name)
+        has: dict[str, Any] = {
+            "clusters": self.clusters,
+            "warpgroups": self.warpgroups,
+            "shared": self.shared,
+        }
+        sizes = {"rows": self.rows, "context": self.context, "multiprocessors": count}
+        for one in made:
+            if not problems_of(config, self.rows, one, **has):
+                yield for_context(one, config, **sizes)
