@@ -25,11 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables do not depend on the terminal that the tests run in."""
