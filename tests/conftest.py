@@ -24,6 +24,7 @@ import hypothesis
 import pytest
 from hypothesis.internal.conjecture import providers
 
+import ostinato as ost
 from benchmarks.uncompiled import without_extension
 from ostinato.device import Device, open_device
 from ostinato.driver import launcher as driver_launcher
@@ -116,6 +117,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device of each driver: what a test asserts of it must hold on both."""
     with open_test_device(request.param, request.config) as opened:
         yield preload(opened)
+
+
+@pytest.fixture
+def stream(device: Device) -> ost.Stream:
+    return device.create_stream()
 
 
 @pytest.fixture

@@ -30,11 +30,6 @@ async def of_stream(stream: ost.Stream, device: Device) -> None:
 both = pytest.mark.parametrize("wait", [of_stream, of_event])
 
 
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
 @both
 def test_the_loop_goes_on_until_the_work_is_done(
     device: Device, stream: ost.Stream, wait: Wait

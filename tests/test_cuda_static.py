@@ -435,17 +435,6 @@ ARGUMENTS = KernelArguments(bytes(range(40)), LAYOUT)
 CONFIG = LaunchConfig((3, 2, 1), (32, 4), 1024)
 
 
-def test_launch_block_is_a_launch_config() -> None:
-    made = cuda_kernel.launch_block(CONFIG, 0xABC0, None, ARGUMENTS)
-    raw = cu.LaunchConfigStruct.from_buffer(made.memory)
-    assert (raw.gridDimX, raw.gridDimY, raw.gridDimZ) == (3, 2, 1)
-    assert (raw.blockDimX, raw.blockDimY, raw.blockDimZ) == (32, 4, 1)
-    assert (raw.sharedMemBytes, raw.hStream, raw.attrs, raw.numAttrs) == (1024, 0xABC0, None, 0)
-    assert made.extra is None
-    back = cuda_kernel.read_arguments(made.params, made.extra, LAYOUT)
-    assert [back.raw(i) for i in range(3)] == [ARGUMENTS.raw(i) for i in range(3)]
-
-
 def test_launch_block_holds_attributes() -> None:
     config = LaunchConfig(8, 32, cluster=2, cooperative=True, programmatic=True, priority=-3)
     attributes = cuda_kernel.Attributes(config)
@@ -485,11 +474,6 @@ def test_packed_arguments_without_a_layout() -> None:
     # A layout that does not fit the buffer is not believed.
     assert cuda_kernel.read_arguments(None, made.extra, (ParameterSlot(48, 8),)) == arguments
     assert len(made.memory) > 50
-
-
-def test_too_large_a_grid_is_not_cut_off() -> None:
-    with pytest.raises(struct.error):
-        cuda_kernel.launch_block(LaunchConfig(1 << 32, 1), 1, None, ARGUMENTS)
 
 
 @pytest.mark.parametrize(

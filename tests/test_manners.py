@@ -25,11 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables do not depend on the terminal that the tests run in."""
@@ -363,19 +358,6 @@ def test_all_that_is_made_on_a_device_takes_it(device: Device, stream: ost.Strea
 
 
 # ------------------------------------------------------------------------------------ launches
-
-
-def test_arguments_in_a_wrong_order_are_named(device: Device, stream: ost.Stream) -> None:
-    scale, x = kernel(device, "scale"), device.zeros(4, np.float32)
-    for arguments, wrong in (
-        ((scale, stream, config(4), x, 4), "stream must be a Stream, not Kernel"),
-        ((stream, config(4), scale, x, 4), "kernel must be a Kernel, not LaunchConfig"),
-        ((stream, scale, x, 4), "config must be a LaunchConfig, not Buffer"),
-    ):
-        with pytest.raises(InputError, match=wrong):
-            ost.launch(*arguments)
-    with pytest.raises(InputError, match="kernel must be a Kernel, not Stream"):
-        ost.prepare(stream, scale, config(4), x, 4)
 
 
 @pytest.mark.usefixtures("launcher")

@@ -79,11 +79,6 @@ def device(faults: FaultyDriver) -> Iterator[Device]:
         yield opened
 
 
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
-
-
 def adopted(device: Device, stream: ost.Stream) -> tuple[ost.GraphExec, weakref.ref[Owner]]:
     """An executable that ran, of a graph that somebody else owns."""
     x = device.zeros(4, "bytes")

@@ -16,6 +16,8 @@ from tests.cli.terminal import Terminal
 from tests.graphfile.file_kernels import ONE, add, affine, kernel, pick
 from tests.processes import python
 
+pytestmark = pytest.mark.usefixtures("checks_here")
+
 
 @pytest.fixture
 def path(host_device: ost.Device, tmp_path: Path) -> Path:
@@ -163,7 +165,7 @@ def test_names_of_a_file_do_not_command_a_terminal(host_device: ost.Device, tmp_
             ost.launch(stream, run, ONE, x, buffer, 3)
     path, found = tmp_path / "a\x1b[2Jb.graph", tmp_path / "out.npz"
     ost.graphfile.save(under_way.graph, path, inputs={"x": x, **named}, outputs={"x": x, **named})
-    for command in (("show",), ("run", "--outputs", str(found)), ("check",), ("show", "--json")):
+    for command in (("show",), ("run", "--outputs", str(found)), ("check",)):
         with Terminal("graph", *command, str(path)) as terminal:
             assert terminal.end() == 0, terminal.said
             assert "\x1b" not in terminal.said and "\x07" not in terminal.said

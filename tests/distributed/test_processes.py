@@ -305,7 +305,7 @@ def test_a_rank_that_a_launcher_starts_twice_is_told() -> None:
     while len(both) < 3:
         time.sleep(0.01)
     with pytest.raises(RankLostError, match="refused it: there is a rank 1 already"):
-        open_group(deadline=3, environ=of_torchrun(1, port))
+        open_group(deadline=1, environ=of_torchrun(1, port))
     ended.set()
     for thread in threads:
         thread.join(60)

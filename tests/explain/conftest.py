@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import ostinato as ost
-from ostinato.device import Device
 from tests.conftest import DRIVERS, shuffled_device
 
 device = pytest.fixture(params=DRIVERS)(shuffled_device)
-
-
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()

@@ -272,22 +272,6 @@ def layers(work: Work, values: list[float | None]) -> ost.Graph:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_one_of_several_nodes_that_are_else_the_same(
-    device: Device, stream: ost.Stream, layer: int, own: bool
-) -> None:
-    """The node of another layer, which is alike, is not its partner."""
-    works = Work(device), Work(device)
-    values: list[float | None] = [3, 3, 3]
-    values[layer] = 4
-    graphs = layers(works[0], [3, 3, 3]), layers(works[own], values)
-    for pair in (graphs, graphs[::-1]):
-        found = first_difference(stream, *pair)
-        assert paths(found) == (str(3 * layer), str(3 * layer))
-        assert found.cause is DifferenceCause.OTHER_ARGUMENT
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["same memory", "own memory"])
 def test_a_missing_node_of_several_of_its_name(
     device: Device, stream: ost.Stream, own: bool
 ) -> None:
@@ -434,19 +418,6 @@ def test_a_function_is_the_order_of_its_launches(device: Device, stream: ost.Str
     assert first_difference(stream, eagerly, work.graph("fork")) is None
     found = first_difference(stream, eagerly, work.graph("fork", cut=(2, 3)))
     assert found is not None and found.cause is DifferenceCause.MISSING_EDGE
-
-
-def test_runs_with_memory_of_their_own_are_compared_place_by_place(
-    device: Device, stream: ost.Stream
-) -> None:
-    one, two = Work(device), Work(device)
-    assert first_difference(stream, one.graph("fork"), two.graph("fork")) is None
-    launches: list[Launch | None] = [*two.launches()]
-    launches[3] = Launch("add", (two.y, two.y, two.out, N))
-    found = first_difference(stream, one.graph("fork"), two.graph("fork", launches))
-    assert found is not None and found.cause is DifferenceCause.OTHER_ARGUMENT
-    assert paths(found)[1] == "3"
-    assert found.why == "argument 0 (a) is [x] in a and [y] in b"
 
 
 def test_bytes_that_no_node_writes_do_not_count(device: Device, stream: ost.Stream) -> None:

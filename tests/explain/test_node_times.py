@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import ostinato as ost
-from benchmarks.uncompiled import without_extension
 from ostinato.device import Device
 from ostinato.driver.api import CaptureMode
 from ostinato.driver.host.driver import HostDriver
@@ -295,19 +294,6 @@ def test_launches_on_other_streams_keep_their_order_with_the_twin(device: Device
     device.synchronize()
     assert sampler.times().replays >= 1
     assert count.to_numpy(streams[0])[0] == 12
-
-
-def test_after_a_sampler_launches_take_the_short_way_again(
-    device: Device, stream: ost.Stream
-) -> None:
-    with without_extension():
-        run, _ = counting(device)
-        run.launch(stream)
-        with run.profile(stream=stream, sample=5):
-            run.launch(stream)
-            assert run._hot[0] is stream and run._hot[1] is not run._prepared[stream]
-        run.launch(stream)
-        assert run._hot == (stream, run._prepared[stream])
 
 
 CHANGED: dict[str, Callable[[ost.GraphExec, ost.Buffer, ost.Graph], object]] = {

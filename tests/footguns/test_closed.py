@@ -295,22 +295,6 @@ def test_a_closed_executable_is_not_changed(device: Device, stream: ost.Stream) 
     assert (x.to_numpy(stream) == [4] + [1] * (N - 1)).all()
 
 
-def test_an_executable_closed_under_a_replay_finishes_it(
-    device: Device, stream: ost.Stream
-) -> None:
-    x = ones(device)
-    graph = graph_of(stream, kernel(device, "scale"), N, x, N)
-    run = graph.instantiate(upload=stream)
-    stream.synchronize()
-    with HeldStream(stream):
-        run.launch(stream)
-        run.close()
-        graph.close()
-        assert device.context.retired > 0  # destroyed later
-    assert (x.to_numpy(stream) == 2).all()
-    assert device.context.collect() == 0
-
-
 @pytest.mark.parametrize(
     "change", ["config", "parameters", "enable", "enabled", "set", "patcher", "rebind"]
 )

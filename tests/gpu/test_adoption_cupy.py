@@ -36,11 +36,6 @@ extern "C" __global__ void axpy(const float* x, float* y, float a, unsigned n) {
 """
 
 
-@pytest.fixture
-def stream(cuda_device: Device) -> ost.Stream:
-    return cuda_device.create_stream()
-
-
 def area(name: str, array: cupy.ndarray) -> Area:
     return Area(name, array.data.ptr, array.nbytes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,20 +25,12 @@ from tests.gpu.foreign import (
 
 torch = library("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *(pytest.mark.gpu, pytest.mark.filterwarnings("ignore")),
+    pytest.mark.usefixtures("no_gradients"),
+]
 ROWS, INNER, OUTER = 64, 256, 512
 DTYPES = ["float32", "bfloat16"]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def stream(cuda_device: Device) -> ost.Stream:
-    return cuda_device.create_stream()
 
 
 def area(name: str, tensor: torch.Tensor) -> Area:

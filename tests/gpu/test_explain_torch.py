@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,19 +16,11 @@ from tests.gpu.foreign import library
 
 torch: Any = library("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *(pytest.mark.gpu, pytest.mark.filterwarnings("ignore")),
+    pytest.mark.usefixtures("no_gradients"),
+]
 ROWS, INNER, OUTER = 64, 256, 512
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def stream(cuda_device: Device) -> ost.Stream:
-    return cuda_device.create_stream()
 
 
 def bits(tensor: Any) -> bytes:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +22,17 @@ import pytest
 import ostinato as ost
 from ostinato.device import Device
 from ostinato.errors import VerificationError
-from tests.gpu.foreign import library, making
+from tests.gpu.foreign import library
 from tests.processes import child_environment
 
 torch = library("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *(pytest.mark.gpu, pytest.mark.filterwarnings("ignore")),
+    pytest.mark.usefixtures("no_gradients"),
+]
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def make(cuda_device: Device) -> Iterator[Make]:
-    from ostinato.interop.torch import graphed
-
-    with making(graphed, cuda_device) as build:
-        yield build
 
 
 def randn(*shape: int, dtype: Any = None) -> Any:

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ostinato.device import Device
-from tests.gpu.foreign import library, making
+from tests.gpu.foreign import library
 
 torch = library("torch")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    *(pytest.mark.gpu, pytest.mark.filterwarnings("ignore")),
+    pytest.mark.usefixtures("no_gradients"),
+]
 
 Make = Callable[..., Any]
 _LONG = 400_000_000
 """Cycles, some 0.2 s, for which a graph waits before it draws."""
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture
-def make(cuda_device: Device) -> Iterator[Make]:
-    from ostinato.interop.torch import graphed
-
-    with making(graphed, cuda_device) as build:
-        yield build
 
 
 def late(x: Any) -> Any:

@@ -18,11 +18,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 N = 256
 
 
-@pytest.fixture
-def stream(cuda_device: Device) -> ost.Stream:
-    return cuda_device.create_stream()
-
-
 def found(
     device: Device, stream: ost.Stream, before: Callable[[], object], culprit: Callable[[], object]
 ) -> list[str]:

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import ostinato as ost
-from ostinato.device import Device
 from tests.emulator.stub import build
-
-
-@pytest.fixture
-def stream(device: Device) -> ost.Stream:
-    return device.create_stream()
 
 
 @pytest.fixture(scope="session")

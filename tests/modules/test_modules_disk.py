@@ -134,18 +134,6 @@ def test_a_file_that_is_not_sound_counts_for_nothing(store: DiskStore, caplog, w
     assert store.load(KEY) == CODE
 
 
-def test_a_filled_folder_in_the_files_place_costs_that_key_alone(store: DiskStore, caplog) -> None:
-    path = saved(store)
-    path.unlink()
-    path.mkdir()
-    (path / "mine").write_text("kept")
-    assert store.load(KEY) is None and not store.save(KEY, CODE)
-    assert "a folder has its name; remove it" in caplog.text
-    assert store.save(OTHER, CODE) and store.load(OTHER) == CODE
-    store.clear()
-    assert (path / "mine").exists()
-
-
 # -------------------------------------------------------------------------------------- unwritable
 
 

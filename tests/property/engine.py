@@ -114,11 +114,6 @@ class Failure:
         frames = traceback.extract_tb(self.error.__traceback__)
         return f"{type(self.error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
 
-    @property
-    def programme(self) -> str:
-        """The steps as lines that `replay` takes."""
-        return "\n".join(f"    {step}" for step in self.steps)
-
 
 Kind = Callable[[Sequence[Step]], str | None]
 """Runs a program, and returns the kind of its failure; None if it went well."""
@@ -145,23 +140,6 @@ def find(
     if counts is not None:
         counts.update(step.name for step in done)
     return failure
-
-
-def live(kind: type[World], seed: int, steps: int) -> None:
-    """One life of so many steps.
-
-    Raises AssertionError with the reduced life if it fails, from the error itself; `replay` takes
-    the lines.  What depends on the time at which threads come along may not be reduced far.
-    """
-    failure = find(kind, seed, steps)
-    if failure is None:
-        return
-    reduced = reduce(kind, failure)
-    raise AssertionError(
-        f"seed {seed}, step {len(failure.steps)}: {failure.error!r}\n"
-        f"reduced to {len(reduced.steps)} steps{', at the end' if reduced.at_end else ''} "
-        f"({reduced.error!r}):\n{reduced.programme}"
-    ) from reduced.error
 
 
 def _drawn(kind: type[World], rng: random.Random, steps: int) -> Callable[[World], Iterator[Step]]:

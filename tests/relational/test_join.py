@@ -208,25 +208,6 @@ def test_right_sides_have_three_classes(joiner: Joiner) -> None:
     assert len(keys(16_384, 16_385)) == len(keys(262_144, 262_145)) == 2
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(256, 1), (257, 3), (65_537, 5)])
-def test_the_graph_has_the_scan_of_its_key(host_joiner: Joiner, rows: int, kernels: int) -> None:
-    """`probe` is the scan's first kernel."""
-    host_joiner.join(column(np.arange(rows)), column([1]), on="k")
-    host_joiner.join(column(np.arange(rows)), host_joiner.build_index(column([1]), "k"), on="k")
-    for key in list(host_joiner.cache.keys()):
-        run = host_joiner.cache.get(key)
-        assert run is not None
-        names = [node.name for node in run.nodes()]
-        if not hasattr(key, "scan"):
-            assert names == ["begin", "insert", "starts", "fill"]
-            continue
-        scan = [name for name in names if name in ("probe", "scan", "add")]
-        last = 1 if kernels > 1 else 0  # the scan's last kernel is `materialize`
-        assert len(scan) + last == kernels == key.scan.kernels
-        head = ["begin", "insert", "starts"] if key.kind == "inner" else ["begin"]
-        assert names == [*head, *scan, "materialize"]
-
-
 def test_eager_gives_the_same(joiner: Joiner) -> None:
     with Joiner(joiner.device, graphs=False) as eager:
         left, right = Shape(700, 300, (np.int64,), 500, 1.0, 9, False).tables()

@@ -197,40 +197,6 @@ def test_one_step_between_two_pieces_of_a_prompt(generator: TextGenerator) -> No
     assert steps[0] <= pieces
 
 
-def test_who_goes_away_costs_others_nothing(generator: TextGenerator) -> None:
-    rng = random.Random(5)
-    jobs = jobs_of(generator, 40)
-    wanted = [alone(generator, one) for one in jobs]
-    with ServingEngine(generator).start() as engine:
-        cancelled, answers = [], []
-        for index, one in enumerate(jobs):
-            number, answer = submit(engine, one)
-            answers.append(answer)
-            if index % 2:
-                cancelled.append((number, answer))
-            if rng.random() < 0.5 and cancelled:
-                gone, late = cancelled.pop(rng.randrange(len(cancelled)))
-                if rng.random() < 0.7:
-                    late.first.wait(SECONDS)
-                engine.cancel([gone])
-        engine.cancel([number for number, _ in cancelled])
-        engine.cancel([number for number, _ in cancelled])  # says nothing
-        for index, (answer, one) in enumerate(zip(answers, wanted, strict=True)):
-            update = answer.wait()
-            if index % 2 == 0:
-                check(answer, one)
-            elif update.end is End.CANCELLED:
-                assert one[0].startswith(update.text) and update.tokens <= one[1]
-            else:  # it was over before
-                check(answer, one)
-        numbers = engine.statistics().result(SECONDS)
-        assert numbers.ended["cancelled"] > 5 and numbers.under_way == 0
-        # What those that went away left behind is no answer of anyone else.
-        again = [submit(engine, one)[1] for one in jobs[:12]]
-        for answer, one in zip(again, wanted, strict=False):
-            check(answer, one)
-
-
 class Failing:
     """A run of a batch that fails after some steps, now and then."""
 

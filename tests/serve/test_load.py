@@ -138,7 +138,7 @@ def left() -> list[object]:
 def test_fifty_clients_half_of_which_go_away(tiny_model: Path, lookup: int) -> None:
     rng = random.Random(11)
     with opened(tiny_model) as reference:
-        rounds = [load(50, 60, rng) for _ in range(2)]
+        rounds = [load(50, 30, rng) for _ in range(2)]
         wanted = [[one.alone(reference) for one in asked] for asked in rounds]
     assert len({text for text, _ in wanted[0]}) > 25
     with (

@@ -143,7 +143,7 @@ def test_several_clients_at_once_get_the_answers_of_one_rank(
     tiny_model: Path, ranks: int, lookup: str
 ) -> None:
     """Some of them go away in the middle.  Then SIGTERM ends all ranks, with status 0."""
-    asked = load(16, 40, random.Random(7))
+    asked = load(10, 24, random.Random(7))
     with opened(tiny_model) as reference:
         wanted = [one.alone(reference) for one in asked]
         with running(reference) as server:

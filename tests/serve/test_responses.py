@@ -23,7 +23,7 @@ from ostinato.models import TextGenerator
 from ostinato.serve import app as app_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.server import Server
-from tests.serve.serving import MODEL, SECONDS, call, client, opened, running, until
+from tests.serve.serving import MODEL, SECONDS, call, client, opened, running
 
 RESPONSES = "/v1/responses"
 ASK: dict[str, Any] = {"model": MODEL, "input": "ab in 12?", "temperature": 0}
@@ -118,24 +118,6 @@ def test_options_work_as_in_a_chat(server: Server) -> None:
     assert (found.temperature, found.top_p) == (2, 0.9)
 
 
-def test_fields_that_ask_for_nothing_are_taken(server: Server) -> None:
-    found = client(server).responses.create(
-        **ASK,
-        max_output_tokens=8,
-        include=[],
-        metadata={},
-        parallel_tool_calls=False,
-        previous_response_id=None,
-        store=True,
-        text={"format": {"type": "text"}},
-        tool_choice="auto",
-        tools=[],
-        truncation="disabled",
-        user="someone",
-    )
-    assert found.output_text == said(chat(server, [USER], max_tokens=8))
-
-
 # --------------------------------------------------------------------------------------- streams
 
 
@@ -224,32 +206,6 @@ def test_an_answer_that_fails_says_so_in_its_stream(
     assert event.response.error.message == "the answer failed: the logits hold NaN"
     assert event.response.output_text == text
     assert reply.status == 500 and reply.error["code"] == "failed"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_computed_for_who_went_away(
-    generator: TextGenerator, server: Server, stream: bool
-) -> None:
-    decode = generator.decoder.run_batch
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.02)
-        return decode(*arguments, **{**options, "count": 1})
-
-    before = server.engine.statistics().result(60).ended.get("cancelled", 0)
-    with mock.patch.object(generator.decoder, "run_batch", slow):
-        if stream:
-            with client(server).responses.create(**ASK, stream=True) as answer:
-                while next(answer).type != "response.output_text.delta":
-                    pass
-        else:
-            with pytest.raises(openai.APITimeoutError):
-                client(server).with_options(timeout=0.3).responses.create(**ASK)
-        until(lambda: server.engine._scheduler.under_way == 0)
-    assert server.engine.statistics().result(60).ended["cancelled"] == before + 1
-    status = 200 if stream else 499
-    metrics = call(server, "GET", "/metrics").body.decode()
-    assert f'requests_total{{path="{RESPONSES}",status="{status}"}}' in metrics
 
 
 # ------------------------------------------------------------------------------- what is refused

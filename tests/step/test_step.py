@@ -305,15 +305,6 @@ def test_prepare_makes_the_graph_beforehand(device: Device) -> None:
     assert (rows.totals()[7] == 0).all()
 
 
-def test_inside_a_capture_the_work_joins_it(device: Device) -> None:
-    rows = Rows(device, warmups=0)
-    rows.step(rows=8)
-    with ost.capture(rows.stream) as outer:
-        assert rows.step(rows=8).reason is Reason.INSIDE_CAPTURE
-    outer.graph.instantiate().launch(rows.stream)
-    np.testing.assert_array_equal(rows.totals(), 2 * rows.x.to_numpy(rows.stream))
-
-
 def test_a_size_that_the_device_does_not_have_joins_no_capture(device: Device) -> None:
     """The graph of that capture would read whatever size is on the device at its launch."""
     rows = Rows(device, warmups=0)

@@ -6,8 +6,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import FrameType
 
 import numpy as np
 import pytest
@@ -346,43 +344,6 @@ def test_a_wait_that_fails_after_a_replay_runs_nothing_again(host_device: Device
     with pytest.raises(DriverError, match="stream_synchronize"):
         case.step(rows=1)
     assert case.value == 4
-
-
-# --- the way of a call
-def test_the_way_of_a_call(host_device: Device, launcher: str) -> None:
-    """How many functions of this package a replay calls, to the launch: the compiled way of a
-    repeated call is the step's own call alone."""
-    case = Counting(host_device)
-    source = str(Path(ost.__file__).parent)
-
-    def called(rows: int) -> int:
-        names: list[str] = []
-
-        def note(frame: FrameType, event: str, _: object) -> None:
-            name = frame.f_code.co_filename
-            if event == "call" and name.startswith(source) and "/driver/host/" not in name:
-                names.append(frame.f_code.co_qualname)
-
-        sys.setprofile(note)
-        try:
-            decision = case.step(rows=rows)
-        finally:
-            sys.setprofile(None)
-        assert decision.action is Action.REPLAY
-        return len(names)
-
-    for rows in (3, 8, 4) * 3:
-        case.step(rows=rows)
-    other_graph = [called(rows) for rows in (3, 8, 3)]
-    other_size = [called(rows) for rows in (4, 3, 4)]
-    same = [called(rows) for rows in (4, 4)]
-    case.step.strict = True
-    case.step(rows=4)  # decided anew, since something was set; the one after it is not
-    after = called(4)
-    long = max(called(4) for _ in range(engine.TIMED_EVERY))  # one is timed
-    counts = (max(same), max(other_size), max(other_graph), after, long)
-    most = (1, 1, 3, 1, 18) if launcher == "compiled" else (12, 12, 14, 12, 16)
-    assert all(count <= limit for count, limit in zip(counts, most, strict=True)), counts
 
 
 def switch_off(case: Counting) -> None:
