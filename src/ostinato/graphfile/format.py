@@ -226,6 +226,7 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
     params = node.params
     kind = KINDS[type(params)].name.lower()
     made: dict[str, Any] = {"name": node.name, "kind": kind, **_values(params)}
+    made["pointers"] = [[w.place, w.block, w.into, w.proof] for w in node.pointers]
     match params:
         case EventRecordNodeParams() | EventWaitNodeParams():
             made["event"] = int(params.event)
@@ -235,8 +236,6 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
             made |= {"condition": int(params.handle), "type": params.kind.name.lower()}
     if node.inner:
         made["inner"] = [_graph_json(graph, launches) for graph in node.inner]
-    if node.pointers:
-        made["pointers"] = [[w.place, w.block, w.into, w.proof] for w in node.pointers]
     return made
 
 
@@ -478,7 +477,7 @@ class _GraphReader:
 
     def _pointers(self, item: Plain, params: NodeParams) -> tuple[PointerWord, ...]:
         """Reads the pointer of each address field; its use stays within the block."""
-        rows = item.get("pointers", list[tuple[str, int, int, str]]) if item.has("pointers") else ()
+        rows = item.get("pointers", list[tuple[str, int, int, str]])
         wanted = fields_of(params)
         if sorted(row[0] for row in rows) != sorted(wanted):
             there = ", ".join(wanted) or "nothing"

@@ -140,9 +140,6 @@ class Plain:
             one.done()
         return tuple(made)
 
-    def has(self, key: str) -> bool:
-        return key in self._data
-
 
 _kinds = cache(get_type_hints)
 
