@@ -324,6 +324,19 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         lambda m: m["blocks"]["alloc"].append([0, m["blocks"]["alloc"][0][1]]),
         "alloc nodes and the blocks|memory of an alloc node",
     ),
+    "a block of a node that does not allocate": (
+        put("blocks/alloc/0/1", 4),
+        "alloc nodes and the blocks that they allocate differ",
+    ),
+    "a condition of two nodes": (
+        lambda m: last(m, {k: v for k, v in m["graph"]["nodes"][0].items() if k != "at"}),
+        "condition: it has a node already",
+    ),
+    "a name of an alloc node's memory": (put("buffers/block/0", 3), "of an alloc node has no name"),
+    "code of no digest": (
+        lambda m: m["functions"][0].update(digest="../../secret", target=""),
+        "either the digest of an image is needed",
+    ),
     "two buffers of one name": (put("buffers/name/1", "x"), "two have one name"),
     "a buffer of half": (more("buffers/name", "z"), "other columns have more or fewer"),
     "a buffer that leaves its block": (put("buffers/into/0", 4), "8 bytes at 4 reach out of block"),
