@@ -88,20 +88,15 @@ def test_fills_may_change_value_and_element(rig: Rig) -> None:
 
 
 def test_event_nodes_may_change_their_event(rig: Rig) -> None:
-    driver, graph = rig.driver, rig.driver.graph_create()
-    events = [driver.event_create() for _ in range(2)]
+    driver, graph, events = rig.driver, rig.new_graph(), [rig.new_event() for _ in range(2)]
     node = rig.add(graph, (), EventRecordNodeParams(events[0]))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_set_params(run, node, EventRecordNodeParams(events[1]))
     with HeldStream(driver, rig.stream):
         driver.exec_launch(run, rig.stream)
         assert driver.event_query(events[0])
         assert not driver.event_query(events[1])
     driver.event_synchronize(events[1])
-    driver.exec_destroy(run)
-    driver.graph_destroy(graph)
-    for event in events:
-        driver.event_destroy(event)
 
 
 def test_launches_under_way_keep_the_old_values(chain: Chain) -> None:
@@ -214,16 +209,16 @@ def test_a_whole_child_at_once(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
 
     def child(value: float, extra: bool = False) -> GraphHandle:
-        made = driver.graph_create()
+        made = rig.new_graph()
         rig.add(made, (), "fill", x, value, 4)
         if extra:
             rig.add(made, (), EmptyNodeParams())
         return made
 
-    graph = driver.graph_create()
+    graph = rig.new_graph()
     children = [child(1.0), child(2.0), child(3.0, extra=True)]
     node = rig.add(graph, (), ChildGraphNodeParams(children[0]))
-    run = driver.graph_instantiate(graph)
+    run = rig.instantiate(graph)
     driver.exec_set_params(run, node, ChildGraphNodeParams(children[1]))
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
@@ -231,9 +226,6 @@ def test_a_whole_child_at_once(rig: Rig) -> None:
         driver.exec_set_params(run, node, ChildGraphNodeParams(children[2]))
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
-    driver.exec_destroy(run)
-    for each in (*children, graph):
-        driver.graph_destroy(each)
 
 
 # --- the whole graph
@@ -296,7 +288,7 @@ def test_another_kind_of_node_is_refused_and_named(rig: Rig) -> None:
     driver, x = rig.driver, rig.zeros(4)
 
     def build(second: bool) -> tuple[GraphHandle, NodeHandle]:
-        graph = driver.graph_create()
+        graph = rig.new_graph()
         first = rig.add(graph, (), "fill", x, 1.0, 4)
         params = rig.params("scale", x, 2.0, 4) if second else words(x, 0, 4)
         return graph, rig.add(graph, [first], params)
@@ -309,8 +301,6 @@ def test_another_kind_of_node_is_refused_and_named(rig: Rig) -> None:
     assert outcome.node == culprit
     driver.exec_launch(run, rig.stream)
     assert rig.values(x, 4) == [2.0] * 4
-    driver.graph_destroy(graph)
-    driver.graph_destroy(other)
 
 
 def test_a_copy_of_other_dimensions_is_refused(rig: Rig) -> None:

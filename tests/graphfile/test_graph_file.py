@@ -13,7 +13,7 @@ import pytest
 
 import ostinato as ost
 from ostinato.device import Device
-from ostinato.driver.api import KernelTable
+from ostinato.driver.api import KernelTable, MemcpyNodeParams, MemOp, MemOpKind
 from ostinato.errors import ClosedError, DriverError, GraphFileError, InputError
 from ostinato.graphfile import saving
 from ostinato.graphfile.show import file_text
@@ -251,11 +251,14 @@ def test_all_kinds_of_nodes_come_back(desk: Desk) -> None:
     wait = graph.add_event_wait(event, after=[record])
     alloc = graph.add_alloc(8, after=[wait])
     memory = alloc.alloc.address
-    copied = graph.add(ost_memcpy(memory, y.address, 8), after=[alloc])
-    back = graph.add(ost_memcpy(y.address + 4, memory, 4), after=[copied])
+    copied = graph.add(MemcpyNodeParams(memory, y.address, 8), after=[alloc])
+    back = graph.add(MemcpyNodeParams(y.address + 4, memory, 4), after=[copied])
     free = graph.add_free(memory, after=[back])
+    z = desk.ints(0)
+    graph.add_batch_mem_op([MemOp(MemOpKind.WRITE, z.address, 7)], keep=[z], after=[free])
     graph.add_empty(after=[free])
-    desk.save(graph, inputs={"x": x, "on": on, "loop": loop}, outputs={"y": y, "loop": loop})
+    outputs = {"y": y, "z": z, "loop": loop}
+    desk.save(graph, inputs={"x": x, "on": on, "loop": loop}, outputs=outputs)
     loaded = desk.load()
     kinds = [node.kind for node in loaded.nodes()]
     assert kinds == [node.kind for node in graph.nodes()]
@@ -264,12 +267,7 @@ def test_all_kinds_of_nodes_come_back(desk: Desk) -> None:
         loaded.inputs["on"].set([on_value], desk.stream)
         loaded.inputs["loop"].set([3], desk.stream)
         assert desk.result(loaded, [1, 2]) == [expected, expected]
-
-
-def ost_memcpy(dst: int, src: int, nbytes: int) -> Any:
-    from ostinato.driver.api import MemcpyNodeParams
-
-    return MemcpyNodeParams(dst, src, nbytes)
+        assert loaded.outputs["z"].to_numpy(desk.stream).tolist() == [7]
 
 
 def test_edges_with_data_and_launch_shapes_come_back(desk: Desk) -> None:
@@ -617,7 +615,7 @@ def local(desk: Desk) -> ost.Graph:
 def closed(desk: Desk) -> ost.Graph:
     y = desk.ints(1)
     graph = ost.Graph.create(desk.device)
-    graph.add(ost_memcpy(y.address, y.address, 4))
+    graph.add(MemcpyNodeParams(y.address, y.address, 4))
     y.close()
     desk.device.synchronize()
     return graph

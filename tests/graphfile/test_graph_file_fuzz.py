@@ -303,7 +303,6 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a word across two arguments": (pointer("place", 12), "a word at 12 is outside"),
     "two words at one place": (twice, "two words are at one place"),
     "a pointer out of its block": (pointer("into", 1 << 30), "points out of its block"),
-    "a block that is not there": (pointer("block", 77), "block: 77 is no whole number from 0 to"),
     "pointers in another order": (
         lambda m: kernels(m)["pointers"]["kernel"].reverse(),
         "they are not in order",
@@ -311,10 +310,6 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "arguments that are too few": (put(f"{KERNELS}/size/0", 8), "the function takes more bytes"),
     "arguments without bytes": (put(f"{KERNELS}/data", "00" * 8), "bytes, and .* belong here"),
     "arguments of no digits": (put(f"{KERNELS}/data", "x"), "are no hexadecimal digits"),
-    "a condition of no kernel": (
-        more(f"{KERNELS}/conditions", [99, 0, 0]),
-        "conditions: 99 is no whole number from 0 to",
-    ),
     "a condition in the place of an address": (
         lambda m: kernels(m)["conditions"].append([0, kernels(m)["pointers"]["place"][0], 0]),
         "two words are at one place",
@@ -328,6 +323,19 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "an alloc node of two blocks": (
         lambda m: m["blocks"]["alloc"].append([0, m["blocks"]["alloc"][0][1]]),
         "alloc nodes and the blocks|memory of an alloc node",
+    ),
+    "a block of a node that does not allocate": (
+        put("blocks/alloc/0/1", 4),
+        "alloc nodes and the blocks that they allocate differ",
+    ),
+    "a condition of two nodes": (
+        lambda m: last(m, {k: v for k, v in m["graph"]["nodes"][0].items() if k != "at"}),
+        "condition: it has a node already",
+    ),
+    "a name of an alloc node's memory": (put("buffers/block/0", 3), "of an alloc node has no name"),
+    "code of no digest": (
+        lambda m: m["functions"][0].update(digest="../../secret", target=""),
+        "either the digest of an image is needed",
     ),
     "two buffers of one name": (put("buffers/name/1", "x"), "two have one name"),
     "a buffer of half": (more("buffers/name", "z"), "other columns have more or fewer"),
@@ -365,6 +373,28 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "an input without content": (put("tensors", {}), "the content of 'inputs/x' is not in it"),
     "a copy of more than its blocks have": (lambda m: last(m, COPY), "leave block"),
 }
+
+
+INDICES = [
+    *(put(f"{KERNELS}/{where}", 99) for where in ("function/0", "launch/0", "pointers/kernel/-1")),
+    *(put(f"{WORDS}/{where}", 99) for where in ("block/0", "proof/0")),
+    *(put(f"{KERNELS}/conditions/0/{place}", 99) for place in (0, 2)),
+    *(more(f"{KERNELS}/{where}", [99, 0, 1]) for where in ("conditions", "unused")),
+    *(more(f"{KERNELS}/{where}", [99, "x"]) for where in ("names", "hints")),
+    *(put(f"graph/nodes/{where}", 99) for where in ("0/condition", "1/event", "-1/at")),
+    *(put(f"graph/edges/{where}/0", 99) for where in ("source", "target")),
+    more("graph/edges/data", [99, 0, 0, 0]),
+    *(put(where, 99) for where in ("blocks/alloc/0/0", "buffers/block/0", "buffers/role/0")),
+]
+"""Each makes one number the index of what is not there."""
+
+
+@pytest.mark.parametrize("harm", INDICES)
+def test_an_index_of_what_is_not_there_is_refused(sound: bytes, harm: Any) -> None:
+    manifest = manifest_of(sound)
+    harm(manifest)
+    with pytest.raises(GraphFileError, match="99 is no whole number from"):
+        parse(manifest)
 
 
 @pytest.mark.parametrize("name", HOSTILE)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ostinato.driver.api import (
     KINDS,
-    ConditionalNodeParams,
     FunctionHandle,
     KernelNodeParams,
     MemoryRange,
@@ -66,7 +65,7 @@ class _Drawn:
         for index, record in enumerate(graph.nodes):
             bodies = tuple(
                 self._body(one, name)
-                for one, name in zip(record.inner, _titles(record), strict=True)
+                for one, name in zip(record.inner, body_titles(record.params), strict=True)
             )
             nodes.append(self._node(index, record, bodies))
             inner.append(bodies)
@@ -104,12 +103,6 @@ class _Drawn:
 
 def _memory(address: int) -> MemoryRange | None:
     return MemoryRange(address - address % _STEP, _STEP) if address >= _FIRST else None
-
-
-def _titles(record: NodeRecord) -> tuple[str, ...]:
-    if isinstance(record.params, ConditionalNodeParams):
-        return body_titles(record.params.kind, len(record.inner))
-    return ("child",) * len(record.inner)
 
 
 def _named(found: GraphDiff, names: Sequence[str]) -> GraphDiff:

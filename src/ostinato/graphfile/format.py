@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -45,7 +45,7 @@ from ostinato.driver.order import in_order
 from ostinato.driver.signature import Access, Signature
 from ostinato.errors import GraphFileError, InputError
 from ostinato.graph.show.outline import OutlineEdge
-from ostinato.graphfile.plain import MOST, Column, Plain, short
+from ostinato.graphfile.plain import MOST, Column, Field, Plain, record_fields, short
 from ostinato.graphfile.records import (
     PLAIN,
     PROOFS,
@@ -226,6 +226,7 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
     params = node.params
     kind = KINDS[type(params)].name.lower()
     made: dict[str, Any] = {"name": node.name, "kind": kind, **_values(params)}
+    made["pointers"] = [[w.place, w.block, w.into, w.proof] for w in node.pointers]
     match params:
         case EventRecordNodeParams() | EventWaitNodeParams():
             made["event"] = int(params.event)
@@ -235,8 +236,6 @@ def _node_json(node: NodeRecord, launches: Mapping[LaunchConfig, int]) -> dict[s
             made |= {"condition": int(params.handle), "type": params.kind.name.lower()}
     if node.inner:
         made["inner"] = [_graph_json(graph, launches) for graph in node.inner]
-    if node.pointers:
-        made["pointers"] = [[w.place, w.block, w.into, w.proof] for w in node.pointers]
     return made
 
 
@@ -268,9 +267,14 @@ def parse(data: object) -> GraphManifest:
     )
 
 
+@cache
+def _fields(made: Any) -> list[Field]:
+    return record_fields(made, _FIELDS.get(made, ()), _BOUNDS)
+
+
 def _record(item: Plain, made: type[_T], **more: Any) -> _T:
     """Reads the fields that `_values` writes, which are all that the object has."""
-    record = item.record(made, _FIELDS[made], _BOUNDS, **more)
+    record = item.record(made, _fields(made), **more)  # type: ignore[arg-type]
     item.done()
     return record
 
@@ -296,7 +300,7 @@ def _function(item: Plain) -> FunctionRecord:
     if signature is not None and signature.layout != parameters:
         raise item.wrong("signature", "it does not say where the parameters are")
     more = {"parameters": parameters, "signature": signature}
-    made = item.record(FunctionRecord, _FIELDS[FunctionRecord], _BOUNDS, **more)
+    made = item.record(FunctionRecord, _fields(FunctionRecord), **more)
     if bool(made.digest) == bool(made.target) or not _DIGEST.fullmatch(made.digest or "0" * 64):
         raise item.wrong("digest", "either the digest of an image is needed, or a target")
     return made
@@ -473,12 +477,12 @@ class _GraphReader:
             more["operations"] = self._operations(item)
         elif made in (MemcpyNodeParams, MemsetNodeParams, FreeNodeParams):
             more = dict.fromkeys(_ADDRESSES[made], 0)
-        params = item.record(made, _FIELDS.get(made, ()), _BOUNDS, **more)
+        params = item.record(made, _fields(made), **more)
         return NodeRecord(name, params, self._pointers(item, params), inner=inner)
 
     def _pointers(self, item: Plain, params: NodeParams) -> tuple[PointerWord, ...]:
         """Reads the pointer of each address field; its use stays within the block."""
-        rows = item.get("pointers", list[tuple[str, int, int, str]]) if item.has("pointers") else ()
+        rows = item.get("pointers", list[tuple[str, int, int, str]])
         wanted = fields_of(params)
         if sorted(row[0] for row in rows) != sorted(wanted):
             there = ", ".join(wanted) or "nothing"

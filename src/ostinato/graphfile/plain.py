@@ -10,8 +10,8 @@ import itertools
 import operator
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,12 @@ _NO_SUCH_TYPE = {
     bool: "neither true nor false",
     dict: "no object",
     list: "no list",
-    tuple: "no list",
 }
+
+_Reader: TypeAlias = Callable[[Any, int, int], Any]
+"""Returns a plain value as a type, with each number in it within bounds.  Raises TypeError."""
+Field: TypeAlias = tuple[str, _Reader, int, int]
+"""A field of a record: its name, its reader, and the bounds of the numbers in it."""
 
 
 class Plain:
@@ -66,7 +70,7 @@ class Plain:
             raise self.wrong(key, "it is missing") from None
         self._read.append(key)
         try:
-            made: T = _fitting(value, kind, low, high)
+            made: T = _reader(kind)(value, low, high)  # type: ignore[arg-type]
         except TypeError as error:
             raise self.wrong(key, str(error)) from None
         return made
@@ -76,19 +80,21 @@ class Plain:
             left = set(map(str, self._data)) - set(self._read)
             raise self.wrong(short(min(left)), "this release knows no such entry")
 
-    def record(
-        self, made: Callable[..., T], names: Sequence[str], bounds: Mapping[str, Any], **more: Any
-    ) -> T:
-        """Reads the fields of a record by their names and types.
-
-        `bounds`: low and high of fields with others than 0 and `MOST`; `more`: other fields.
-        """
-        kinds = _kinds(made)
-        fields = {name: self.get(name, kinds[name], *bounds.get(name, ())) for name in names}
+    def record(self, made: Callable[..., T], fields: Sequence[Field], **more: Any) -> T:
+        """Reads a record; `fields`: those that are read, `more`: the others."""
+        data, name = self._data, ""
         try:
-            return made(**fields, **more)
+            for name, read, low, high in fields:
+                more[name] = read(data[name], low, high)
+                self._read.append(name)
+        except KeyError:
+            raise self.wrong(name, "it is missing") from None
+        except TypeError as error:
+            raise self.wrong(name, str(error)) from None
+        try:
+            return made(**more)
         except InputError as error:
-            raise self.wrong(names[0], str(error)) from None
+            raise self.wrong(name, str(error)) from None
 
     def columns(self, **most: int) -> list[Column]:
         """Reads lists of numbers, all of one length; `most`: the largest number of each key's
@@ -140,30 +146,69 @@ class Plain:
             one.done()
         return tuple(made)
 
-    def has(self, key: str) -> bool:
-        return key in self._data
+
+def record_fields(
+    made: Callable[..., Any], names: Sequence[str], bounds: Mapping[str, tuple[int, int]]
+) -> list[Field]:
+    """Returns how to read fields of a record, by the types that they have there.
+
+    `bounds`: low and high of fields with others than 0 and `MOST`.
+    """
+    kinds = get_type_hints(made)
+    return [(name, _reader(kinds[name]), *bounds.get(name, (0, MOST))) for name in names]
 
 
-_kinds = cache(get_type_hints)
-
-
-def _fitting(value: Any, kind: Any, low: int, high: int) -> Any:
-    """Returns a plain value as a type, with lists for tuples.  Raises TypeError."""
+@cache
+def _reader(kind: Any) -> _Reader:
+    """Returns a reader of values of a type, with lists for tuples: made once, as a store's restore
+    mostly reads short files."""
     inner, outer = get_args(kind), get_origin(kind)
     if kind is int:
-        if type(value) is int and low <= value <= high:
-            return value
-        raise TypeError(f"{short(value)} is no whole number from {low} to {high}")
+        return _whole
+    if not inner:
+        return partial(_same, kind)
+    if outer is tuple and {*inner} <= {int, ...}:
+        return partial(_wholes, None if ... in inner else len(inner))
+    readers = [_reader(one) for one in inner if one is not ...]
+    if outer is list or ... in inner:
+        return partial(_all, outer, readers[0])
+    return partial(_each if outer is tuple else _or_other, inner, readers)
+
+
+def _whole(value: Any, low: int, high: int) -> int:
+    if type(value) is int and low <= value <= high:
+        return value
+    raise TypeError(f"{short(value)} is no whole number from {low} to {high}")
+
+
+def _same(kind: type, value: Any, low: int, high: int) -> Any:
     if type(value) is kind:
         return value
-    if inner and outer not in (list, tuple):  # `inner[0]`, or a value of the other types as it is
-        return value if type(value) in inner[1:] else _fitting(value, inner[0], low, high)
-    alike = outer is not tuple or ... in inner
-    if inner and type(value) is list and (alike or len(value) == len(inner)):
-        kinds = inner[:1] * len(value) if alike else inner
-        return outer(_fitting(one, of, low, high) for one, of in zip(value, kinds, strict=True))
-    many = "" if alike else f" of {len(inner)}"
-    raise TypeError(f"{short(value)} is {_NO_SUCH_TYPE[outer or kind]}{many}")
+    raise TypeError(f"{short(value)} is {_NO_SUCH_TYPE[kind]}")
+
+
+def _wholes(count: int | None, value: Any, low: int, high: int) -> tuple[int, ...]:
+    if type(value) is not list or (count is not None and len(value) != count):
+        raise TypeError(f"{short(value)} is no list of {count or 'numbers'}")
+    for number in value:
+        if type(number) is not int or not low <= number <= high:
+            _whole(number, low, high)
+    return tuple(value)
+
+
+def _all(outer: type, read: _Reader, value: Any, low: int, high: int) -> Any:
+    return outer([read(one, low, high) for one in _same(list, value, low, high)])
+
+
+def _each(inner: Any, readers: Sequence[_Reader], value: Any, low: int, high: int) -> Any:
+    if type(value) is list and len(value) == len(readers):
+        return tuple([read(one, low, high) for read, one in zip(readers, value, strict=True)])
+    raise TypeError(f"{short(value)} is no list of {len(readers)}")
+
+
+def _or_other(inner: Any, readers: Sequence[_Reader], value: Any, low: int, high: int) -> Any:
+    """Reads a value of the first type, or takes one of the others as it is."""
+    return value if type(value) in inner[1:] else readers[0](value, low, high)
 
 
 def short(value: object) -> str:

@@ -192,8 +192,8 @@ class NamedBuffer:
 
 
 class PointerWord(NamedTuple):
-    """An address in a node.  `place`: offset in a kernel's arguments, field ("dst", "src",
-    "address"), or index of a batch's operation ("0", "1", …)."""
+    """An address in a node.  `place`: offset in a kernel's arguments, or name of a field
+    (`address_fields`)."""
 
     place: int | str
     block: int
@@ -443,16 +443,9 @@ class GraphManifest:
 def fields_of(params: NodeParams) -> dict[str, AddressField]:
     """Returns the address fields of a node that is no kernel, by their names in a file; none for an
     alloc node, whose address the driver chooses."""
-    fields = address_fields(params)
-    match params:
-        case AllocNodeParams():
-            return {}
-        case FreeNodeParams():
-            return {"address": fields[0]}
-        case BatchMemOpNodeParams():
-            return {str(i): field for i, field in enumerate(fields)}
-        case _:
-            return {field.place: field for field in fields}
+    if isinstance(params, AllocNodeParams):
+        return {}
+    return {field.place: field for field in address_fields(params)}
 
 
 def with_addresses(params: NodeParams, at: Mapping[str, int]) -> NodeParams:
@@ -463,11 +456,11 @@ def with_addresses(params: NodeParams, at: Mapping[str, int]) -> NodeParams:
         case MemsetNodeParams():
             return replace(params, dst=at.get("dst", 0))
         case FreeNodeParams():
-            return FreeNodeParams(at.get("address", 0))
+            return FreeNodeParams(at.get("freed", 0))
         case BatchMemOpNodeParams():
             operations = enumerate(params.operations)
             return BatchMemOpNodeParams(
-                tuple(replace(o, address=at.get(str(i), 0)) for i, o in operations)
+                tuple(replace(o, address=at.get(f"operation {i}", 0)) for i, o in operations)
             )
         case _:
             return params

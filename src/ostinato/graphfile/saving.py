@@ -288,19 +288,16 @@ class Draft:
         self, graph: Graph, inputs: Mapping[str, Target], constants: Mapping[str, Target]
     ) -> None:
         _require_whole(graph)
-        self._named = _named(inputs, {}, constants)
-        found = survey(graph, {n: one.memory for n, one in self._named.items()}, None)
-        pieces = _pieces(found, self._named, graph.context, ())
-        plan = _Plan(graph, found, self._named, pieces, "by name")
+        named = _named(inputs, {}, constants)
+        found = survey(graph, {n: one.memory for n, one in named.items()}, None)
+        pieces = _pieces(found, named, graph.context, ())
+        plan = _Plan(graph, found, named, pieces, "by name")
         self._manifest, self._images = plan.manifest(checked=False, key="")
 
     def write(self, path: Path, content: Mapping[str, npt.NDArray[np.uint8]]) -> None:
         """Writes the file; `content`: the bytes of each input.  Raises OSError; then there is no
         file."""
-        tensors = {}
-        for name, raw in content.items():
-            one = self._named[name]
-            tensors[f"inputs/{name}"] = raw.view(one.dtype).reshape(one.shape)
+        tensors = {f"inputs/{name}": raw for name, raw in content.items()}
         write_file(path, self._manifest, self._images, tensors, None)
 
 

@@ -36,8 +36,10 @@ from ostinato.driver.api import (
     MemOpKind,
     MemsetNodeParams,
     NodeKind,
+    NodeParams,
     OpaqueNodeParams,
 )
+from ostinato.graph.frozen import graphs_inside
 from ostinato.graph.node import Argument, Node, given_part
 from ostinato.graph.show.demangle import demangled
 from ostinato.memory import Buffer
@@ -152,24 +154,19 @@ def _outline(driver: Driver, handle: GraphHandle, nodes: tuple[Node, ...], title
 
 
 def _inner(driver: Driver, node: Node) -> tuple[Outline, ...]:
-    if isinstance(node.params, ChildGraphNodeParams):
-        return (_outline(driver, node.params.graph, node.children[0], "child"),)
-    if isinstance(node.params, ConditionalNodeParams):
-        titles = body_titles(node.params.kind, len(node.params.bodies))
-        return tuple(
-            _outline(driver, body, nodes, title)
-            for body, nodes, title in zip(node.params.bodies, node.children, titles, strict=True)
-        )
-    return ()
+    graphs = zip(graphs_inside(node.params), node.children, body_titles(node.params), strict=True)
+    return tuple(_outline(driver, graph, nodes, title) for graph, nodes, title in graphs)
 
 
-def body_titles(kind: ConditionalKind, size: int) -> tuple[str, ...]:
-    """Returns the names of the bodies of a conditional node."""
-    if kind is ConditionalKind.IF:
-        return ("then", "else")[:size]
-    if kind is ConditionalKind.WHILE:
-        return ("body",) * size
-    return tuple(f"case {i}" for i in range(size))
+def body_titles(params: NodeParams) -> tuple[str, ...]:
+    """Returns the names of the graphs inside a node."""
+    if not isinstance(params, ConditionalNodeParams):
+        return ("child",) if isinstance(params, ChildGraphNodeParams) else ()
+    if params.kind is ConditionalKind.IF:
+        return ("then", "else")[: params.size]
+    if params.kind is ConditionalKind.WHILE:
+        return ("body",) * params.size
+    return tuple(f"case {i}" for i in range(params.size))
 
 
 # ------------------------------------------------------------------------------ words for things
