@@ -499,22 +499,6 @@ def test_hooks_that_call_the_whole(make: Any) -> None:
     assert step.statistics().replays > 3
 
 
-def test_hooks_that_take_turns(make: Any) -> None:
-    model, x = Net(), torch.ones(2, 3)
-    step = make(model)
-    for by in (2, 3, 4):
-        handle = model.linear.register_forward_hook(lambda m, args, out, by=by: out * by)
-        check(step, model, x)
-        handle.remove()
-    every = torch.nn.modules.module
-    handle = every.register_module_forward_hook(lambda m, args, out: out * 2)
-    try:
-        check(step, model, x)
-    finally:
-        handle.remove()
-    check(step, model, x)
-
-
 def test_modules_of_the_same_shapes(make: Any) -> None:
     """One of another class is another function; one of the same class has other weights alone."""
 
