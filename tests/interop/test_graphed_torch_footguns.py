@@ -1462,32 +1462,6 @@ def test_threads_and_hooks(make: Any) -> None:
     assert not wrong
 
 
-@dataclasses.dataclass
-class Output:
-    last: Any
-    rest: tuple[Any, ...]
-    count: int
-
-
-def test_results_like_those_of_an_encoder(make: Any) -> None:
-    def f(batch: dict[str, Any]) -> Any:
-        x = batch["ids"] * batch["mask"]
-        return Output(x, tuple([x + i for i in range(12)]), 12), {"pooled": batch["types"] + x}
-
-    step = make(f)
-    kept = []
-    for start in range(5):
-        batch = {n: torch.full((2,), float(start)) for n in ("ids", "mask", "types")}
-        kept.append(step(batch))
-    for start, (output, rest) in enumerate(kept):
-        assert type(output) is Output and output.count == 12
-        for i, one in enumerate(output.rest):
-            equal(one, torch.full((2,), float(start**2 + i)))
-        wanted = torch.full((2,), float(start**2)), torch.full((2,), float(start**2 + start))
-        equal((output.last, rest["pooled"]), wanted)
-    assert step.statistics().replays == 4
-
-
 def test_static_results_as_the_next_arguments(make: Any) -> None:
     def f(x: Any, y: Any) -> Any:
         return y, x, x[:2], x + y
