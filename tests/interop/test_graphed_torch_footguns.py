@@ -836,6 +836,17 @@ def test_changes_of_static_objects(
     assert not step.statistics().quarantined
 
 
+def test_a_list_of_a_module_in_a_static_object_of_a_package(make: Any) -> None:
+    def f(x: Any, cache: Any) -> Any:
+        return x * cache.net.extra[0]
+
+    step, x, cache = make(f, static=("cache",)), torch.ones(3), of_package(Cache)(1.0)
+    for value in (2.0, 3.0):
+        cache.net.extra = [torch.full((3,), value)]
+        check(step, f, x, cache)
+    assert step.statistics().replays >= 6, step.explain()
+
+
 def test_static_objects_that_are_equal(make: Any) -> None:
     step, x = make(use_cache, static=("cache",)), torch.ones(3)
     one, other = Cache(1.0), Cache(2.0)
