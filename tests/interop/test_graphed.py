@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -539,46 +538,6 @@ def test_another_stream_waits(lib: Lib, make: Make) -> None:
         with lib.on(lib.streams[stream]):
             np.testing.assert_array_equal(step(x).numpy(), 2 * numbers())
     assert lib.waits == 2
-
-
-def test_evicted_keys_are_captured_again(lib: Lib, make: Make) -> None:
-    step = make(lambda x: x.line(2.0), cache=ost.GraphCache(lib.device, max_graphs=2))
-    for _ in range(4):
-        for n in (2, 3, 4):
-            np.testing.assert_array_equal(step(lib.array(numbers(n))).numpy(), 2 * numbers(n))
-    statistics = step.statistics()
-    assert statistics.cache.graphs == 2 and statistics.captures > 3
-    assert statistics.eager == 3
-
-
-def test_limits_of_captures_run_eagerly(lib: Lib, make: Make) -> None:
-    limits = ost.CaptureLimits(per_key=1)
-    step = make(
-        lambda x: x.line(2.0), cache=ost.GraphCache(lib.device, max_graphs=1, limits=limits)
-    )
-    for _ in range(4):
-        for n in (2, 3):
-            np.testing.assert_array_equal(step(lib.array(numbers(n))).numpy(), 2 * numbers(n))
-    assert step.statistics().captures == 2
-    assert any("too often" in reason for reason in step.statistics().eager_reasons)
-
-
-def test_two_threads(lib: Lib, make: Make) -> None:
-    step = make(lambda x, by: x.line(by), cache=ost.GraphCache(lib.device, max_graphs=3))
-    wrong: list[str] = []
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(60):
-            n, by = int(rng.integers(1, 5)), float(rng.integers(1, 3))
-            found = step(lib.array(numbers(n)), by).numpy()
-            if found.tobytes() != (numbers(n) * np.float32(by)).tobytes():
-                wrong.append(f"{n} {by} {found}")
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, range(2)))
-    assert not wrong
-    assert step.statistics().replays > 10
 
 
 def test_closed(lib: Lib, make: Make) -> None:

@@ -111,20 +111,6 @@ def test_a_failed_check_runs_no_host_functions_again(host_device: Device) -> Non
     step.close()
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_written_argument_that_is_another_one_too(make: Any, inference: bool) -> None:
-    def f(x: Any, y: Any) -> Any:
-        x.add_(1)
-        return y.sum()
-
-    with torch.inference_mode(inference):
-        step = make(f)
-        x = torch.zeros(4)
-        for number in range(1, 6):
-            assert float(step(x, x)) == 4 * number
-        assert "shares memory" in str(step.statistics().eager_reasons)
-
-
 def test_registered_containers(make: Any) -> None:
     def f(pair: Any) -> Any:
         return torch.max(pair[0], 1), {"a": pair[1] + 1, "b": torch.Size([1])}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -169,15 +168,6 @@ def test_static_results_are_not_copied(step: Any) -> None:
     np.testing.assert_array_equal(results[3].numpy(), 2 * numbers(3))
 
 
-def test_what_is_written_is_copied_back(step: Any) -> None:
-    by, lib = step(lambda x: (x.shift(1.0).line(1.0),))
-    x = lib.array(numbers(0))
-    for call in range(1, 6):
-        (result,) = by(x)
-        np.testing.assert_array_equal(x.numpy(), numbers(call))
-        np.testing.assert_array_equal(result.numpy(), numbers(call))
-
-
 def test_a_result_fed_back(step: Any) -> None:
     by, lib = step(lambda x: x.line(2.0), results="static")
     x = lib.array(numbers(1))
@@ -192,14 +182,6 @@ def test_a_graph_of_copies_alone_is_empty(step: Any) -> None:
     for start in range(3):
         np.testing.assert_array_equal(by(lib.array(numbers(start))).numpy(), numbers(start))
     assert "the capture is empty" in by.statistics().keys[0].reason
-
-
-def test_checks_pass(step: Any) -> None:
-    by, lib = step(lambda x, y: (x.line(2.0), {"y": y.line(3.0)}), verify=2)
-    for start in range(8):
-        by(lib.array(numbers(start)), lib.array(numbers(2 * start)))
-    statistics = by.statistics()
-    assert statistics.verified >= 3 and not statistics.quarantined
 
 
 def test_memory_that_an_earlier_call_was_given_may_be_closed(step: Any) -> None:
@@ -240,25 +222,6 @@ def test_what_the_graph_copies_is_not_copied_again(
             assert c is not state and rest == [owner] * given
         assert by.statistics().replays == 3, by.explain()
         assert clones == []
-
-
-def test_threads(step: Any) -> None:
-    by, lib = step(lambda x, y: (x.line(2.0), y.line(3.0)))
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        for start in range(50):
-            x, y = (lib.array(numbers(start + k * number)) for k in (100, 1000))
-            a, b = by(x, y)
-            if not (
-                np.array_equal(a.numpy(), 2 * numbers(start + 100 * number))
-                and np.array_equal(b.numpy(), 3 * numbers(start + 1000 * number))
-            ):
-                wrong.append((number, start))
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3)))
-    assert not wrong
 
 
 def test_without_a_compiler_they_are_copied_beside(

@@ -68,6 +68,14 @@ def test_a_miss_says_so_and_runs_nothing(cache: ost.GraphCache, counter: Counter
     assert cache.statistics().misses == 3
 
 
+@pytest.mark.parametrize("key", ["name", 8, ("step", 8, 16), None, frozenset({1}), 2.5])
+def test_any_hashable_key(cache: ost.GraphCache, counter: Counter, key: object) -> None:
+    cache.install(key, counter.adding(3))
+    assert key in cache and len(cache) == 1 and cache.keys() == [key]
+    assert cache.replay(key, counter.stream)
+    assert counter.value == 3
+
+
 class Name:
     """A key whose hash changes.  By numbers: a small table may find a key by another hash of it,
     if both have the same place, and hashes of texts are random."""

@@ -587,17 +587,6 @@ def test_the_environment_switches_graphs_off(
     assert typed.step(rows=2).action is Action.BUILD
 
 
-def test_a_profile_that_is_given_collects(device: Device) -> None:
-    profile = ReplayProfile()
-    rows = Rows(device, warmups=0, profile=profile)
-    rows.step(rows=8)
-    assert profile.count == 1
-    assert profile.events[0].synchronize > 0
-    silent = Rows(device, warmups=0, profile=profile, settings=ReplaySettings(profile=False))
-    silent.step(rows=8)
-    assert profile.count == 1
-
-
 def _by_step(device: Device) -> Callable[[], object]:
     rows = Rows(device, warmups=0)
     return lambda: rows.step(rows=8)

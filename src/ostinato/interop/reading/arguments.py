@@ -157,14 +157,17 @@ class Arguments:
         if library.is_array(value) or is_plain(value, library.plain):
             return
         found = children_of(value, library)
-        for child in () if found is None else found[1]:
-            self._keep(child, kept)
-        inside = None if found is not None else self.inside(value)
-        for held in holders_of(value) if inside is None else inside.holders:
+        if found is not None:
+            for child in found[1]:
+                self._keep(child, kept)
+            for held in holders_of(value):
+                kept.hold(held)
+            return
+        inside, guards = self.inside(value), self.guards_of(value)
+        for held, _ in inside.holders:
             kept.hold(held)
-        for each in () if inside is None else inside.watches:
+        for each in inside.watches:
             kept.watch(each)
-        guards = None if inside is None else self.guards_of(value)
         if guards is not None:
             guards.walk_given(kept, value)
 
@@ -231,11 +234,9 @@ class Arguments:
         owners: list[str] = []
         tokens: list[Hashable] = []
         again = ReadCall(call.args, call.kwargs)
-        for name, value in self.named(call.args, {}):
-            self._add(name, value, tokens, again)
-            owners += [name] * (len(tokens) - len(owners))
-        for name, value in call.kwargs.items():
-            tokens.append(name)
+        for place, (name, value) in enumerate(self.named(call.args, call.kwargs)):
+            if place >= len(call.args):
+                tokens.append(name)
             self._add(name, value, tokens, again)
             owners += [name] * (len(tokens) - len(owners))
         return owners

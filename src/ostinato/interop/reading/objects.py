@@ -165,8 +165,9 @@ class InsideObject:
         """The holder of each array, and the array's name or index there."""
         self.inner: list[tuple[Any, Any]] = []
         """The holder and the name of each object that was looked into."""
-        self.holders: list[Any] = []
-        """All containers that were looked into: dicts, lists, deques, tuples, and `Slots`."""
+        self.holders: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        """The dicts, lists, deques, tuples and `Slots` that were looked into, each with its plain
+        values that are compared, and their names or indices."""
         self.watches: list[Watch] = []
         """The watches of the library's modules."""
         self._search(value, 0, set())
@@ -175,6 +176,7 @@ class InsideObject:
         if depth > _DEEPEST or id(value) in seen:
             return
         seen.add(id(value))
+        plain = self._library.plain
         watch = self._watch_of(value) if hasattr(value, "__dict__") else None
         if watch is not None:
             self.watches.append(watch)
@@ -184,34 +186,31 @@ class InsideObject:
                     self._search(child, depth + 1, seen)
             return
         for held in holders_of(value):
-            self.holders.append(held)
-            for key, child in [*items_of(held)]:
+            items, found = [*items_of(held)], list[tuple[Any, Any]]()
+            self.holders.append((held, found))
+            compared = self._own and len(items) <= MOST_ITEMS
+            for key, child in items:
                 if self._library.is_array(child):
                     self.places.append((held, key))
-                elif not (is_plain(child, self._library.plain) or isinstance(child, _CALLED)):
+                elif is_plain(child, plain):
+                    if compared and is_plain(key, plain):
+                        found.append((key, child))
+                elif not isinstance(child, _CALLED):
                     self.inner.append((held, key))
                     self._search(child, depth + 1, seen)
 
     def read(self, tokens: list[Hashable], arrays: list[Any]) -> None:
         """Adds what is compared to `tokens`, and the arrays to `arrays`."""
-        number = {id(held): index for index, held in enumerate(self.holders)}
+        number = {id(held): index for index, (held, _) in enumerate(self.holders)}
         found = self.places + self.inner
         layout = [(number[id(held)], key if is_plain(key) else None) for held, key in found]
         tokens.append((self._kind, len(self.places), tuple(layout)))
-        for held in self.holders:
-            tokens += [(plain_token(k), plain_token(v)) for k, v in self.plain_items(held)]
+        for _, plain in self.holders:
+            tokens += [(plain_token(key), plain_token(value)) for key, value in plain]
         tokens += [(type(held[key]),) for held, key in (self.inner if self._own else ())]
         arrays += [held[key] for held, key in self.places]
         for watch in self.watches:
             watch.read(tokens, arrays)
-
-    def plain_items(self, held: Any) -> list[tuple[Any, Any]]:
-        """Returns the plain values that are compared in a container, with their names or indices:
-        not those of a large one."""
-        items, plain = [*items_of(held)] if self._own else [], self._library.plain
-        if len(items) > MOST_ITEMS:
-            return []
-        return [(k, v) for k, v in items if is_plain(k, plain) and is_plain(v, plain)]
 
 
 class Slots:

@@ -229,12 +229,12 @@ class Checks:
             arrays = []
             self.kind(value)
             inside = arguments.inside(value)
-            for held in inside.holders:
+            for held, plain in inside.holders:
                 if type(held) is list:
                     self.sequence(held, [*held])
                 elif type(held) is dict:
                     self.kinds(held)
-                    self.some_items(held, dict(inside.plain_items(held)))
+                    self.some_items(held, dict(plain))
                 elif type(held) is not tuple:
                     raise Inexpressible
             for held, key in inside.places + inside.inner:
