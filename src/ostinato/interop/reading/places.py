@@ -183,8 +183,8 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
 
 
 _UNNAMED = frozenset(["__getattr__", "registry"])
-"""What is read of modules and functions though no code names it: the function that gives the names
-that a module lacks, and those that `functools.singledispatch` chooses from."""
+"""Names that are read of modules and functions though no code has them: the function that gives the
+names that a module lacks, and those that `functools.singledispatch` chooses from."""
 
 
 _BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"])
