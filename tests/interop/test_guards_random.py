@@ -22,7 +22,7 @@ Make = Callable[..., Graphed]
 
 HEAD = """
 import array, collections, concurrent.futures, configparser, contextvars, ctypes, dataclasses, enum
-import functools, operator, os, queue, string, sys, threading, types, weakref
+import functools, importlib, operator, os, queue, string, sys, threading, types, weakref
 from os import getenv
 import numpy as np
 from tests.interop.library import Stateful
@@ -278,6 +278,12 @@ HOLDERS: dict[str, tuple[str, ...]] = {
         "    from alone{n} import k\n    return k",
         "get{n}()",
         "{n}.k",
+    ),
+    "a module that is named by a text": (
+        "{n} = types.ModuleType('{n}'); {n}.k = 1.0; sys.modules['text{n}'] = {n}\n"
+        "def get{n}(): return importlib.import_module('text{n}').k * sys.modules['text{n}'].k",
+        "get{n}()",
+        "{n}.k = {v}",
     ),
     "a function with a cache": (
         "k{n} = 1.0\n@functools.lru_cache\ndef {n}(): return k{n}",

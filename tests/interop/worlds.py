@@ -3,10 +3,11 @@ changes between their calls.  A world exists twice, graphed and plainly; both mu
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -222,6 +223,44 @@ def _settings(world: World) -> None:
     _layer(world)._settings = types.SimpleNamespace(by=_layer(world)._settings.by + 0.5)
 
 
+class Doubled(torch.nn.Module):  # type: ignore[misc, unused-ignore]
+    """A parametrization of a weight."""
+
+    def forward(self, weight: Any) -> Any:
+        return weight * 2
+
+
+def _parametrize(world: World) -> None:
+    layer, parametrize = world.second[2], torch.nn.utils.parametrize
+    if parametrize.is_parametrized(layer):
+        parametrize.remove_parametrizations(layer, "bias", leave_parametrized=False)
+    else:
+        parametrize.register_parametrization(layer, "bias", Doubled())
+
+
+def _exchange(world: World) -> None:
+    bias = _layer(world).shared.bias
+    made = _nn.Parameter(bias.detach() + 0.1, bias.requires_grad)
+    if bias.grad is None and not bias._backward_hooks:
+        torch.utils.swap_tensors(bias, made)
+
+
+def _transpose(world: World) -> None:
+    weight = _layer(world).shared.weight
+    weight.data = weight.data.t().clone().t()
+
+
+def _buffer(world: World) -> None:
+    layer = _layer(world)
+    layer.seen = layer.seen + 0.1
+
+
+def _hook_before(world: World) -> None:
+    by = world.by
+    hook = world.second.register_forward_pre_hook(lambda module, given: (given[0] * by["by"],))
+    world.handles.append(hook)
+
+
 def _of(path: str, change: Callable[[Any], Any]) -> Callable[[World], None]:
     """A change of a number."""
 
@@ -237,7 +276,8 @@ def _of(path: str, change: Callable[[Any], Any]) -> Callable[[World], None]:
 
 CHANGES: list[Callable[[World], None]] = [
     *(_replace_weight, _hook_module, _hook_weight, _unhook, _set_data, _swap, _write, _freeze),
-    *(_replace_module, _turn, _settings),
+    *(_replace_module, _turn, _settings, _parametrize, _exchange, _transpose, _buffer),
+    _hook_before,
     lambda world: _load(world, True),
     lambda world: _load(world, False),
     lambda world: world.by.update(by=world.by["by"] + 1),
@@ -256,6 +296,12 @@ CHANGES: list[Callable[[World], None]] = [
     _of("first.2.momentum", lambda by: 0.3 - by if by else 0.1),
 ]
 """Changes between calls."""
+
+
+@contextlib.contextmanager
+def _autocast() -> Iterator[None]:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        yield
 
 
 def _called(function: Any, x: Any, seed: int, *, thread: bool) -> Any:
@@ -306,7 +352,7 @@ def run_world(seed: int, where: str, graphed: Callable[..., Any], *, turns: int 
     theirs = World(random.Random(seed), where, lambda function, **options: function)
     draw, log = random.Random(seed + 1), [f"functions: {ours.makes}"]
     among = draw.sample(range(len(CHANGES)), 5)
-    modes = [torch.no_grad] * 6 + [torch.enable_grad]
+    modes: list[Any] = [torch.no_grad] * 6 + [torch.enable_grad, _autocast]
     if "training" not in ours.makes:  # inference mode keeps tensors that no gradient may need
         modes.append(torch.inference_mode)
     for number in range(turns):

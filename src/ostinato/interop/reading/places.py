@@ -183,12 +183,14 @@ def data_in(space: types.ModuleType | types.FunctionType | type, names: set[str]
 
 
 _UNNAMED = frozenset(["__getattr__", "registry"])
-"""Names that are read of modules and functions though no code has them: of the function that gives
-what a module lacks, and of those that `functools.singledispatch` chooses from."""
+"""Names that are read of modules and functions though no code has them: the function that gives the
+names that a module lacks, and those that `functools.singledispatch` chooses from."""
 
 
 _BY_NAME = frozenset(["getattr", "hasattr", "vars", "attrgetter", "__dict__", "__getattribute__"])
 """Names of functions and attributes that take names of attributes as texts, or give all of them."""
+_IMPORTING = frozenset(["import_module", "__import__", "sys"])
+"""Names of what gives a module that is named by a text."""
 _TEXT = ("__str__", "__repr__", "__format__")
 _COPY = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__")
 _CALLING = {
@@ -242,6 +244,9 @@ def _names(code: types.CodeType) -> tuple[dict[str, None], set[str], dict[str, N
         attributes.update(_CALLING[name])
     if by_name or not _BY_NAME.isdisjoint(attributes.union(named)):
         attributes |= texts_in(code.co_consts)
+    if not _IMPORTING.isdisjoint(attributes.union(named)):
+        texts = [each for each in code.co_consts if isinstance(each, str)]
+        modules |= {each: None for each in texts if each.replace(".", "").isidentifier()}
     if "globals" in named:
         named |= dict.fromkeys(sorted(texts_in(code.co_consts)))
     for constant in code.co_consts:
