@@ -75,17 +75,6 @@ def test_the_error_in_the_readme_is_the_error(host_device: ost.Device) -> None:
     assert " ".join(said.split()) == " ".join(shown.split())
 
 
-def _marks(page: str) -> tuple[pytest.MarkDecorator, ...]:
-    compiles = any("ost.compile(" in block.code for block in blocks(page) if not block.note)
-    return (needs_nvrtc(),) if compiles else ()
-
-
-@pytest.mark.parametrize("page", [pytest.param(p, marks=_marks(p)) for p in samples.PAGES])
-def test_samples_print_what_their_page_says(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert samples.filled(page, text) == text, "run make docs"
-
-
 @needs_nvrtc()
 @pytest.mark.parametrize("page", samples.PAGES)
 def test_the_cuda_of_samples_compiles(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +268,7 @@ def test_the_limits_are_those_of_the_code() -> None:
 
 
 def test_generated_pages_are_fresh() -> None:
+    """And samples print what their pages say."""
     result = run("-m", "tools.make_docs", "--check")
     assert result.returncode == 0, result.stdout + result.stderr
 
