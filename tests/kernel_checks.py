@@ -1,14 +1,19 @@
 """Every CUDA file of the library in the ways it is compiled, and what is wrong with the code.
 
 `library_checks` is the one list of them: the decoder's files for several models, the dequantisers,
-the joins.  `check` compiles one for an architecture; it needs NVRTC and no GPU.
+the joins.  `check` compiles one for an architecture; it needs NVRTC and no GPU.  What was compiled
+is kept: a process compiles what changed, as with the emulator.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels.checks import config_of
@@ -30,8 +35,8 @@ from ostinato.models.sharding import (
     exchanging_products,
     shard_program,
 )
-from ostinato.modules import CompileOptions, Source
-from ostinato.modules.compiler import compile_plan, plan_compilation
+from ostinato.modules import CompileOptions, DiskStore, Source
+from ostinato.modules.compiler import Compiled, Plan, compile_plan, is_current, plan_compilation
 from ostinato.modules.cubin import KernelResources, kernel_resources
 from ostinato.relational import chain
 from ostinato.step import fills
@@ -303,13 +308,27 @@ class Report:
     problems: tuple[str, ...]
 
 
+@cache
+def _store() -> DiskStore:
+    return DiskStore(Path(tempfile.gettempdir()) / f"ostinato-checks-{os.getuid()}")
+
+
+def _compiled(plan: Plan) -> Compiled:
+    kept = _store().load(plan.key)
+    if kept is None or not is_current(kept.inputs):
+        kept = compile_plan(plan)
+        if plan.storable:
+            _store().save(plan.key, kept)
+    return kept
+
+
 def check(wanted: KernelCheck, arch: str) -> Report:
     """Compiles for `arch` ("sm_90") and says what is wrong.  Raises CompileError, NoCudaError."""
     source, options = wanted.source, wanted.options
     options = replace(
         options, arch=options.arch or arch, extra=(*options.extra, "--ptxas-options=-v")
     )
-    compiled = compile_plan(plan_compilation(source, options, (0, 0)))
+    compiled = _compiled(plan_compilation(source, options, (0, 0)))
     spills = {m["name"]: m for m in _SPILLS.finditer(compiled.log)}
     problems = [f"the compiler warns: {m[0].strip()}" for m in _WARNING.finditer(compiled.log)]
     kernels = []

@@ -212,6 +212,19 @@ def test_another_thread_destroys_nothing_in_a_global_capture(
     assert device.context.retired == 0
 
 
+def test_what_is_captured_into_a_graph_comes_after_it(
+    device: Device, stream: ost.Stream, x: ost.Buffer
+) -> None:
+    y = device.zeros(len(x), x.dtype)
+    graph = ost.capture_function(stream, lambda: ost.fill(stream, y, 1))
+    with ost.capture(stream, into=graph):
+        ost.copy(stream, x, y)
+    first, second = graph.nodes()
+    assert [(edge.source, edge.target) for edge in graph.edges()] == [(first.handle, second.handle)]
+    graph.instantiate().launch(stream)
+    assert (x.to_numpy(stream) == 1).all()
+
+
 @pytest.mark.parametrize("many", [3, 100])
 def test_garbage_collected_in_a_capture_does_not_break_it(
     device: Device, stream: ost.Stream, x: ost.Buffer, many: int

@@ -106,6 +106,7 @@ def test_no_noise_is_believed(noise: bytes) -> None:
             disk_module._decode(data, KEY)
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.binary(max_size=100), st.text(max_size=20), st.text(max_size=20))
 def test_any_code_comes_back(code: bytes, log: str, name: str) -> None:
     compiled = Compiled("cubin", code, log, {name: log})

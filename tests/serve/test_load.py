@@ -289,36 +289,6 @@ def test_a_signal_under_load_loses_none_that_was_accepted(
     assert set(re.findall(r"\d+ (\w+)", counted[2])) <= {"stop", "length"}, words
 
 
-def test_answers_that_take_longer_than_the_grace_are_cut_off_and_not_lost_silently(
-    tiny_model: Path,
-) -> None:
-    process, url = started(tiny_model, "--grace", "0", "--slots", "1")
-    try:
-        begun = threading.Event()
-
-        def ask(seed: int) -> str:
-            asked = Asked("ab", 120, 3.0, seed, None).fields
-            end = None
-            try:
-                with client(url).completions.create(model="tiny", stream=True, **asked) as answer:
-                    for chunk in answer:
-                        begun.set()
-                        end = chunk.choices[0].finish_reason or end
-            except Exception as error:  # the connection's, or OpenAI's
-                return type(error).__name__
-            return end or "nothing"
-
-        with ThreadPoolExecutor(12) as pool:
-            answers = [pool.submit(ask, seed) for seed in range(12)]
-            assert begun.wait(SECONDS)
-            process.terminate()
-            ends = Counter(answer.result(SECONDS) for answer in answers)
-        ended(process)
-    finally:
-        process.kill()
-    assert ends["nothing"] == 0, "an answer that was cut off looks like a whole one"
-
-
 # --------------------------------------------------------------------------------- the command
 
 
