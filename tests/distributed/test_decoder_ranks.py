@@ -184,22 +184,6 @@ def test_exchanges_in_memory_give_the_bits_of_others(size: int) -> None:
     assert on_ranks(size, decoding(model, work, collectives="exchange")) == wanted
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_batches(size: int) -> None:
-    model = SHAPES[FIRST]
-    prompts = [model.tokens(5 + i, seed=i) for i in range(5)]
-
-    def work(decoder: Decoder) -> list[list[int]]:
-        found = [[decoder.prefill(prompt, i)] for i, prompt in enumerate(prompts)]
-        for step in decoder.run_batch(range(5), count=9):
-            for sequence, token in step.items():
-                found[sequence].append(token)
-        return found
-
-    together = decoding(model, work, sequences=5)
-    assert on_ranks(size, together) == together(None)
-
-
 SAMPLINGS = {
     "temperature": SamplingOptions(temperature=0.9, seed=7),
     "top_k": SamplingOptions(temperature=1.1, top_k=17, seed=3),

@@ -411,15 +411,6 @@ def test_a_profile_inside_of_a_profile_is_refused(decoder: Decoder) -> None:
     assert times
 
 
-def test_an_interrupted_step_can_be_run_again(decoder: Decoder) -> None:
-    tokens = generate(decoder, 8)
-    decoder.truncate(len(PROMPT) + 4)
-    with interrupted(1):
-        decoder.decode()
-    assert decoder.tokens() == (*PROMPT, *tokens[:4])
-    assert [decoder.decode() for _ in range(4)] == tokens[4:]
-
-
 def test_an_interrupted_prompt_leaves_whole_pieces(host_device: Device, tiny: Path) -> None:
     with Decoder(host_device, tiny, stop_tokens=(), max_rows=4) as decoder:
         tokens = generate(decoder, 4)

@@ -561,31 +561,6 @@ def test_the_ring_is_never_overrun(way: tuple[str, ost.Device], options: dict[st
 
 
 @not_emulated
-@pytest.mark.parametrize("taken", [1, 2, 3, 5, 7, 11])
-def test_a_run_that_is_left_goes_on_after_the_last_token_taken(
-    decoder: Decoder, taken: int
-) -> None:
-    prompt = prompt_of(2)
-    wanted = one_by_one(decoder, prompt)
-    for after in ("decode", "run", "prefill"):
-        decoder.reset()
-        found = [decoder.prefill(prompt)]
-        with decoder.run() as run:
-            found += islice(run, taken)
-        assert decoder.tokens() == (*prompt, *found)
-        if after == "decode":
-            found.append(decoder.decode())
-            decoder.logits()
-        elif after == "prefill":
-            decoder.prefill(found[-1:])
-            found = [*decoder.tokens()[len(prompt) :]]
-            if found[-1] != wanted[len(found) - 1]:  # a piece of a prompt has other bits
-                continue
-        found += decoder.run(count=6)
-        assert found == wanted[: len(found)]
-
-
-@not_emulated
 @pytest.mark.parametrize("at", [1, 3, 4, 8])
 @pytest.mark.parametrize("tokens_per_launch", [1, 4])
 def test_an_interrupted_run_goes_on(decoder: Decoder, at: int, tokens_per_launch: int) -> None:

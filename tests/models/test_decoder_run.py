@@ -142,16 +142,6 @@ def test_a_run_gives_as_many_as_were_asked_for(
         assert not decoder.stopped()
 
 
-def test_runs_after_each_other_and_single_steps_in_between(
-    decoder: Decoder, wanted: dict[str, list[Any]]
-) -> None:
-    tokens = [decoder.prefill(PROMPT)]
-    for count, per_launch in ((5, 1), (9, 4), (1, 1), (7, 16), (4, 4)):
-        tokens += decoder.run(count=count, tokens_per_launch=per_launch)
-        tokens.append(decoder.decode())
-    assert tokens == wanted["PROMPT"][: len(tokens)]
-
-
 def test_a_whole_loop_is_one_launch_and_no_host_write(
     decoder: Decoder, wanted: dict[str, list[Any]]
 ) -> None:
@@ -418,24 +408,6 @@ def test_a_run_with_nothing_left_is_over_whatever_is_done_next(
         tokens.append(decoder.decode())
         assert list(under_way) == []
         assert tokens == wanted["PROMPT"][:10]
-
-
-def test_another_sampling_in_the_middle_is_another_answer_from_there(decoder: Decoder) -> None:
-    other = SamplingOptions(temperature=2.5, seed=99)
-    decoder.prefill(PROMPT)
-    for _ in range(5):
-        decoder.decode()
-    decoder.set_sampling(other)
-    slowly = [decoder.decode() for _ in range(10)]
-    for per_launch in (1, 16):
-        decoder.set_sampling(HOT)
-        decoder.reset()
-        decoder.prefill(PROMPT)
-        under_way = decoder.run(tokens_per_launch=per_launch)
-        for _ in range(5):
-            next(under_way)
-        decoder.set_sampling(other)
-        assert list(decoder.run(count=10, tokens_per_launch=per_launch)) == slowly
 
 
 def test_reading_does_not_end_a_run(decoder: Decoder, wanted: dict[str, list[Any]]) -> None:

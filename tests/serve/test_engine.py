@@ -357,42 +357,6 @@ def test_what_is_under_way_is_answered_before_the_end(generator: TextGenerator) 
     assert not engine.ready
 
 
-def test_a_step_that_fails_ends_its_own_answers_alone(
-    generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = jobs_of(generator, 12)
-    wanted = [alone(generator, one) for one in jobs]
-    decoder, calls = generator.decoder, 0
-
-    def sometimes(name: str) -> None:
-        original = getattr(decoder, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            if threading.current_thread().name == "ostinato engine" and engine.ready:
-                calls += 1
-                if calls % 5 == 0:
-                    raise ModelError("the logits hold NaN")
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(decoder, name, call)
-
-    with ServingEngine(generator).start() as engine:
-        for name in ("prefill", "extend", "run_batch", "copy_prefix", "keep_common"):
-            sometimes(name)
-        answers = [submit(engine, one)[1] for one in jobs]
-        ends = [answer.wait() for answer in answers]
-        failed = [update for update in ends if update.end is End.FAILED]
-        assert failed and {update.words for update in failed} == {"the logits hold NaN"}
-        for update, one in zip(ends, wanted, strict=True):
-            if update.end is not End.FAILED:
-                assert (update.text, update.tokens, update.end) == one
-        monkeypatch.undo()
-        again = [submit(engine, one)[1] for one in jobs]
-        for answer, one in zip(again, wanted, strict=True):
-            check(answer, one)
-
-
 def test_a_device_that_is_lost_ends_everything(
     generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,6 @@ from ostinato.serve import engine as engine_module
 from ostinato.serve import server as server_module
 from ostinato.serve.app import HttpLimits
 from ostinato.serve.engine import End, Job
-from ostinato.serve.protocol import read_request
 from ostinato.serve.server import Server
 from tests.models.model_files import CONFIG, THINKING, weights, write_gguf
 from tests.serve.serving import (
@@ -149,16 +148,6 @@ def test_completions_of_several_prompts_several_times(
         )
         assert (found[index], ends[index]) == (text, end.value)
     assert len(set(found)) > 2
-
-
-def test_options_beyond_openais(server: Server, apart: TextGenerator) -> None:
-    options = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.4}
-    tokens = apart.encode("the ab", chat=False)
-    text, _, _ = wanted(apart, tokens, 25, temperature=2.0, seed=1, **options)
-    answer = client(server).completions.create(
-        model=MODEL, prompt="the ab", max_tokens=25, temperature=2, seed=1, extra_body=options
-    )
-    assert answer.choices[0].text == text
 
 
 def test_without_a_seed_answers_differ(server: Server) -> None:
@@ -456,32 +445,6 @@ def test_a_body_that_is_far_too_large_is_taken_to_its_end(
     check(call(server, "POST", CHAT, large), 413, "20000 bytes")
 
 
-def test_others_are_answered_while_a_large_body_is_read(
-    apart: TextGenerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hold, read = threading.Event(), []
-
-    def held(given: object, kind: Any, sampling: SamplingOptions) -> Any:
-        read.append(kind)
-        assert hold.wait(SECONDS)
-        return read_request(given, kind, sampling)
-
-    replies: list[Reply] = []
-    large = {**ASK, "metadata": {"a": "x" * (1 << 16)}}
-    with running(apart) as server:
-        monkeypatch.setattr(app_module, "read_request", held)
-        thread = threading.Thread(target=lambda: replies.append(call(server, "POST", CHAT, large)))
-        thread.start()
-        try:
-            until(lambda: read)
-            assert call(server, "GET", "/health").status == 200
-            assert not replies
-        finally:
-            hold.set()
-            thread.join(SECONDS)
-    assert [reply.status for reply in replies] == [200]
-
-
 def test_a_text_that_is_far_too_long_is_not_made_into_tokens(
     server: Server, generator: TextGenerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,13 +461,6 @@ def test_a_text_that_is_far_too_long_is_not_made_into_tokens(
     monkeypatch.undo()
     reply = call(server, "POST", COMPLETION, {"model": MODEL, "prompt": long[:-1]})
     check(reply, 400, "tokens, more than the context of 128", "prompt")
-
-
-def test_a_request_that_is_cut_off_leaves_nothing(server: Server) -> None:
-    with socket.create_connection(server._listeners[0].getsockname(), SECONDS) as raw:
-        head = "content-length: 500\r\ncontent-type: application/json\r\nhost: localhost"
-        raw.sendall(f"POST {CHAT} HTTP/1.1\r\n{head}\r\n\r\n".encode() + b'{"model')
-    assert call(server, "POST", CHAT, ASK).status == 200
 
 
 def test_without_a_key_only_this_machine_asks(server: Server) -> None:
