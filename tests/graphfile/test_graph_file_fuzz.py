@@ -342,8 +342,23 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a buffer that leaves its block": (put("buffers/into/0", 4), "8 bytes at 4 reach out of block"),
     "more memory than there is": (put("blocks/nbytes/0", 1 << 40), "and .* are free"),
     "graphs inside graphs": (deep, "33 deep"),
+    "a node of no kind": (put("graph/nodes/0/kind", "kernel"), "'kernel' is no kind of node"),
+    "a free node of other memory": (put("graph/nodes/-1/pointers/0/1", 0), "only the memory of an"),
+    "a free node of a part": (put("graph/nodes/-1/pointers/0/2", 1), "only the memory of an alloc"),
+    "a branch without a body": (put("graph/nodes/0/inner", []), "inner: 0 graphs"),
+    "a branch with three": (
+        lambda m: m["graph"]["nodes"][0].update(inner=m["graph"]["nodes"][0]["inner"] * 3),
+        "inner: 3 graphs",
+    ),
+    "an alloc node in a branch": (
+        lambda m: m["graph"]["nodes"][0]["inner"][0]["nodes"].append(
+            m["graph"]["nodes"][2] | {"at": 1}
+        ),
+        "alloc and free nodes belong into the outermost graph",
+    ),
     "Python objects": (put("buffers/dtype/0", "O"), "no type of plain numbers"),
     "a huge shape": (put("buffers/shape/0", [1 << 40] * 30), "reach out"),
+    "a shape of 33 dimensions": (put("buffers/shape/0", [1] * 33), "reach out"),
     "another kernel": (
         put("functions/0/target", "tests.graphfile.file_kernels:add"),
         "has no kernel|takes other parameters|takes no|is not in the module|cannot|no kernel",
@@ -365,6 +380,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
         "is no type of an array",
     ),
     "content of no buffer": (put("tensors", {"inputs/z": "0" * 64}), "'inputs/z' is of no buffer"),
+    "content of no kind": (put("tensors", {"others/x": "0" * 64}), "'others/x' is of no buffer"),
     "content of something else": (
         lambda m: m["tensors"].update({"inputs/x": m["tensors"]["constants/w"]}),
         "what 'x' is to hold has 4 bytes, and the graph was captured with 8",
