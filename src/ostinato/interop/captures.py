@@ -49,15 +49,15 @@ def no_collection() -> Iterator[None]:
 @contextmanager
 def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Replaces attributes in a block, also for compiled code that calls methods."""
-    before = {(owner, name): vars(owner).get(name) for owner, name in functions}
+    before = {each: vars(each[0])[each[1]] for each in functions if each[1] in vars(each[0])}
     try:
         for (owner, name), function in functions.items():
             setattr(owner, name, function)
         yield
     finally:
-        for (owner, name), function in before.items():
-            if function is not None:
-                setattr(owner, name, function)
+        for owner, name in functions:
+            if (owner, name) in before:
+                setattr(owner, name, before[owner, name])
             elif name in vars(owner):  # it is inherited
                 delattr(owner, name)
 

@@ -80,7 +80,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_fixed(value: Any) -> bool:
-    """The same of an attribute of a class: a method of a package is compared as well."""
+    """True if the value of a class's attribute is compared here, as methods of packages are too."""
     return _is_plain(value) or (isinstance(value, types.FunctionType) and not is_own(value))
 
 
